@@ -363,7 +363,7 @@ def modules() -> str:
 
 def _matrix(to: Drawing, routes: ov.Routes, loads: np.ndarray, left: float) -> None:
     rows = np.zeros((8, 8), np.int64)
-    np.add.at(rows, (routes.encoder, routes.owner), routes.out)
+    np.add.at(rows, (routes.encoder, routes.parts.owner), routes.out)
     to.text(left, 44, "to the rank that holds the sample", "label")
     to.text(left + 8 * 33 + 8, 44, "encodes", "label")
     for e in range(8):

@@ -98,7 +98,7 @@ def test_every_row_goes_from_a_rank_of_the_encoder_to_one_of_the_backbone(
     n_items = sum(map(len, images))
     assert routes.world_size == WORLD
     assert len(routes) == n_items
-    for ranks, mesh in ((routes.encoder, encoder), (routes.owner, backbone)):
+    for ranks, mesh in ((routes.encoder, encoder), (routes.parts.owner, backbone)):
         assert all(mesh.first_rank <= r < mesh.first_rank + mesh.world_size for r in ranks.tolist())
     for slot in range(routes.n_slots):
         every = [routes.for_rank(rank, slot) for rank in range(WORLD)]

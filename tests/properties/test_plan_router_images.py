@@ -61,7 +61,7 @@ def batch_of(plan: LoadingPlan, layout: str = "packed") -> ov.Batch:
 def test_what_ranks_are_told_is_what_the_routes_say(plan: LoadingPlan) -> None:
     assert plan.place is not None
     ranks = list(range(plan.place.world_size))[:: 1 + len(plan) % 2]
-    made = Encodings(plan, batch_of(plan), 1)
+    made = Encodings(plan, batch_of(plan))
     e = made.of(ranks, np.arange(len(made.encoded_by(ranks))))
     for i, rank in enumerate(ranks):
         for slot in range(e.n_slots):
@@ -88,7 +88,7 @@ def test_arrays_of_a_rank_are_its_routes(plan: LoadingPlan) -> None:
     """The layout of the arrays themselves, with ready pixels of one number each."""
     assert plan.place is not None
     ranks = list(range(plan.place.world_size))
-    made = Encodings(plan, batch_of(plan), 1)
+    made = Encodings(plan, batch_of(plan))
     items = made.encoded_by(ranks)
     form = PixelForm(3, "uint8")
     prefix = Prefix(
@@ -141,7 +141,7 @@ def test_every_image_comes_to_the_constructor_of_its_encoder_from_the_worker_tha
     cutter = PlanRouter(
         Placement([len(host_of)], host_of, constructor_of),
         loader_hooks=hooks,
-        images=ImageContext(batch_of(plan), 1, place.buckets("DP")),
+        images=ImageContext(batch_of(plan), True, place.buckets("DP")),
     )
     extra = (
         data.draw(st.integers(0, 5)) if ahead else 0
@@ -199,7 +199,8 @@ def test_a_worker_whose_documents_are_all_wanted_sends_no_image_that_nobody_enco
         plan, modules={**plan.modules, "encoder": replace(encoder, bucket=1 - encoder.bucket)}
     )  # each at the other rank
     cutter = PlanRouter(
-        Placement([2], [0, 1], [0, 1]), images=ImageContext(batch_of(plan), 1, place.buckets("DP"))
+        Placement([2], [0, 1], [0, 1]),
+        images=ImageContext(batch_of(plan), True, place.buckets("DP")),
     )
     stage = PlannedStep(plan, np.array([1, 1]), np.array([0, 1]), "", AFTER)
     alone = cutter.route(stage, AFTER, np.array([True, False]))

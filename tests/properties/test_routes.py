@@ -226,11 +226,13 @@ def test_every_image_arrives_at_its_placeholders_in_every_mode(
     routes, together = plan.routes(), joint or (joint is None and place.tp * place.pp == 1)
     if together:
         assert (
-            place.bucket_of("DP")[routes.encoder] == place.bucket_of("DP")[routes.owner]
+            place.bucket_of("DP")[routes.encoder] == place.bucket_of("DP")[routes.parts.owner]
         ).all(), "images stay in their group"
     if per == "microbatch":
         assert routes.n_slots == plan.n_microbatches
-        assert (routes.slot == routes.microbatch).all(), "images keep the slot of their sample"
+        assert (routes.slot == routes.parts.microbatch).all(), (
+            "images keep the slot of their sample"
+        )
     else:
         assert routes.n_slots == 1
 

@@ -23,6 +23,11 @@ SAYS = {
     "01_local.py": ["LoadingPlan(step 0, 64 samples", "expected 60.0%, realised 60.0%"],
     "02_torch_loop.py": ["step 39:"],
     "19_fill_in_middle.py": ["'<fim_prefix>def add_9(x):<", "6 of 12 documents are rearranged"],
+    "22_sft.py": [
+        "200 steps: loss 5.6",
+        " to 0.0",
+        "quarantined: message 0: expected a role of system, developer, user",
+    ],
     "03_resume.py": [
         "step 3 on 3 ranks: 24 samples, the same",
         "step 5 on 3 ranks: 24 samples, the same",
@@ -95,6 +100,7 @@ NEEDS = {
     "14_vlm_torchrun.py": "torch",
     "16_hdp.py": "torch",
     "17_tempbalance.py": "torch",
+    "22_sft.py": "torch",
 }
 LONGER = (
     "08_",
@@ -104,6 +110,7 @@ LONGER = (
     "15_",
     "16_",
     "17_",
+    "22_",
 )  # whole training loops, or several modules
 
 

@@ -524,8 +524,6 @@ def test_a_job_is_told_what_goes_with_images_and_what_does_not(tmp_path: Path) -
         ov.JobError, match=r"the same patch .*, got 8 in 'photos', 16 in 'drawings'"
     ):
         job(tmp_path, sources=[photos, other])
-    with pytest.raises(ov.JobError, match=r"got slices of cp=2; .*broadcast_at"):
-        job(tmp_path, place=ov.ClientPlaceTree(cp=2))
     plain = job(
         tmp_path,
         sources=[
@@ -573,9 +571,10 @@ def test_a_strategy_that_leaves_images_to_nobody_is_refused(
     assert words in found.error
 
 
-def test_images_go_with_slices_where_one_rank_has_the_whole(tmp_path: Path) -> None:
+def test_rows_go_to_one_rank_where_the_trainer_broadcasts_along_cp_and_else_to_slices(
+    tmp_path: Path,
+) -> None:
     place = ov.ClientPlaceTree(dp=2, cp=2)
-    assert "broadcast_at" in run(job(tmp_path, strategy=by_hand, place=place), "local").error
 
     def fetched(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> LoadingPlan:
         drawn = ov.DGraph.from_buffer(buffer, place).mix()
@@ -588,14 +587,13 @@ def test_images_go_with_slices_where_one_rank_has_the_whole(tmp_path: Path) -> N
             .plan(encoder=images)
         )
 
-    with launch(job(tmp_path, strategy=fetched, place=place), "local") as session:
-        steps = [next(client) for client in [session.client(rank) for rank in range(4)]]
-        tokens = np.concatenate([mb["tokens"] for mb in steps[0]])
-    assert (
-        (tokens == PLACEHOLDER).sum()
-        == sum(len(e["image_token_index"]) for e in steps[0].encoder)
-        > 0
-    )
-    apart = launch(job(tmp_path, strategy=fetched, place=place), "local", broadcast=False)
-    with apart as session, pytest.raises(ov.PlanError, match="launch without broadcast=False"):
-        next(session.client(0))
+    for broadcast in (True, False):
+        made = job(tmp_path, strategy=fetched, place=place)
+        with launch(made, "local", broadcast=broadcast) as session:
+            steps = [next(client) for client in [session.client(rank) for rank in range(4)]]
+        held = [step for step in steps if "tokens" in step[0]]
+        assert len(held) == (2 if broadcast else 4)
+        for step in held:
+            tokens = np.concatenate([mb["tokens"] for mb in step])
+            rows = sum(len(e["image_token_index"]) for e in step.encoder)
+            assert (tokens == PLACEHOLDER).sum() == rows > 0

@@ -190,6 +190,14 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
         ),
         (LOOP.replace("BODY", "{{ '%s' % m.content }}"), "the operator %"),
         (LOOP.replace("BODY", "{{ m.content.encode() }}"), "the method encode()"),
+        (LOOP.replace("BODY", "{{ [m.content] | trim }}"), "a list of a message, written as text"),
+        (LOOP.replace("BODY", "{{ [m.content] }}"), "a list of a message, written as text"),
+        (LOOP.replace("BODY", "{{ m.items() }}"), "a dict_items, written as text"),
+        (LOOP.replace("BODY", "{{ namespace(x=m.content) }}"), "a _Namespace, written as text"),
+        (
+            LOOP.replace("BODY", "{{ [[1, m.content]] | map('list') | urlencode }}"),
+            "the filter urlencode on the content",
+        ),
         (LOOP.replace("BODY", "{{ m.missing.deeper }}"), "UndefinedError"),
         (
             "{% for m in messages %}{% for n in messages %}{{ n.content }}{% endfor %}{% endfor %}",
@@ -364,8 +372,15 @@ def test_a_template_sees_no_number_of_a_message():
 def test_the_bound_of_steps_is_the_same_in_every_rendering():
     made = Template("{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}")
     assert [made.render(n=230) for _ in range(2)] == ["", ""]
-    with pytest.raises(TemplateRefused, match="at most 200000 steps"):
+    with pytest.raises(TemplateRefused, match="steps of a template, got more"):
         made.render(n=500)
+
+
+def test_the_bounds_grow_with_the_conversation(encoders):
+    long = [{"role": "user", "content": "x" * 3_000_000}, TALK[1]]
+    text, spans = encoders("chatml").render(long)
+    assert text[spans[0].start : spans[0].stop] == "hello there<|im_end|>"
+    assert trained(encoders("chatml", train_on="last"), TALK * 300) == ["fine<|im_end|>"]
 
 
 def test_a_template_that_is_too_long_is_refused():

@@ -266,7 +266,6 @@ def test_a_mesh_that_no_launch_takes_is_refused_before_anything_is_measured(
     )
     with pytest.raises(
         JobError,
-        match=r"simulate, 64 GPUs with cp 2, pp 1, tp 1: place: expected whole "
-        r'microbatches for images, got slices of cp=2.*cp_split="none"',
+        match=r"simulate, 48 GPUs with cp 3, pp 1, tp 1: batch.context: expected a multiple of 6",
     ):
-        estimate_sizes(pictured(job, "s1"), DryRunRequest(gpus=[64], cp=2))
+        estimate_sizes(job, DryRunRequest(gpus=[48], cp=3))

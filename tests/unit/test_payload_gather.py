@@ -277,6 +277,8 @@ def with_images(placed: ConstructorPlan, n: int) -> ConstructorPlan:
         home=np.zeros((n, 3), np.int64),
         send_lens=none.astype(np.int32),
         bounds=one,
+        sent=np.stack((np.arange(n), none, none), axis=1),
+        sent_bounds=one,
         send_splits=np.zeros((1, 1), np.int32),
         recv_splits=np.zeros((1, 1), np.int32),
         recv_perm=np.arange(n),
@@ -284,6 +286,7 @@ def with_images(placed: ConstructorPlan, n: int) -> ConstructorPlan:
         microbatch=none.astype(np.int32),
         position=none,
         recv_bounds=one,
+        placeholders=np.zeros((0, 5), np.int64),
     )
     return replace(placed, stage=replace(placed.stage, encoding=encoding))
 

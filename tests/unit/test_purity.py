@@ -19,7 +19,7 @@ import pytest
 SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
-VALUES = ("checks", "errors", "hashing", "late_binding", "mesh", "ring", "sample")
+VALUES = ("checks", "errors", "hashing", "late_binding", "mesh", "ring", "sample", "token_parts")
 CORES = (
     "loader.loader",
     "loader.samples",
@@ -27,6 +27,7 @@ CORES = (
     "constructor.compact",
     "constructor.pack",
     "constructor.pieces",
+    "constructor.exclusions",
     "constructor.rank_views",
     "constructor.runs",
     "cluster.placement",

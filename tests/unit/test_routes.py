@@ -127,7 +127,7 @@ def test_placeholders_count_padding_of_the_documents_before_them() -> None:
 def test_the_owner_is_the_first_rank_of_the_replica_whatever_the_order_of_ranks() -> None:
     place = ov.ClientPlaceTree(pp=2, dp=2, cp=2, tp=2, order=("tp", "pp", "cp", "dp"))
     routes = encoder_balance(PHOTOS, place).routes()
-    assert routes.owner.tolist() == [place.rank(dp=0)] * 3
+    assert routes.parts.owner.tolist() == [place.rank(dp=0)] * 3
     assert encoder_balance(PHOTOS, place).main.bucket.tolist() == [0, 1, 0, 1]
 
 
@@ -376,14 +376,18 @@ def test_the_encoder_is_balanced_over_all_ranks_when_replicas_are_groups_and_wit
     buffer, groups, singles = skewed(), ov.ClientPlaceTree(dp=4, tp=2), ov.ClientPlaceTree(dp=8)
     spread = vlm_hybrid(buffer, groups).routes()
     assert spread.n_slots == 1
-    assert (groups.bucket_of("DP")[spread.encoder] != groups.bucket_of("DP")[spread.owner]).any(), (
-        "images leave their replica"
-    )
+    assert (
+        groups.bucket_of("DP")[spread.encoder] != groups.bucket_of("DP")[spread.parts.owner]
+    ).any(), "images leave their replica"
     joint = vlm_hybrid(buffer, singles).routes()
-    assert joint.encoder.tolist() == joint.owner.tolist(), "on single ranks nothing is exchanged"
+    assert joint.encoder.tolist() == joint.parts.owner.tolist(), (
+        "on single ranks nothing is exchanged"
+    )
     inside = vlm(joint=True)(buffer, groups).routes()
-    assert (groups.bucket_of("DP")[inside.encoder] == groups.bucket_of("DP")[inside.owner]).all()
-    assert (inside.encoder != inside.owner).any(), "the ranks of a replica share its images"
+    assert (
+        groups.bucket_of("DP")[inside.encoder] == groups.bucket_of("DP")[inside.parts.owner]
+    ).all()
+    assert (inside.encoder != inside.parts.owner).any(), "the ranks of a replica share its images"
 
 
 def test_each_strategy_balances_what_its_name_says() -> None:

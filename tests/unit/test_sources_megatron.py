@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import struct
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.fs as pafs
 import pytest
 from click.testing import CliRunner
 
@@ -15,9 +19,13 @@ import overlord as ov
 from overlord.cli.main import cli
 from overlord.errors import SourceError
 from overlord.sources.base import ReadOptions
+from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
+from overlord.sources.files import Files
 from overlord.sources.index import build_index
 from tests.corpus import MEGATRON_CODES, write_megatron
 from tests.data import write_formats
+from tests.internals import LOCAL_FILES
+from tests.mounts import Mount
 from tests.source_reads import read_all
 
 DATA = Path(__file__).resolve().parents[1] / "data"
@@ -165,6 +173,33 @@ def test_a_file_that_changes_in_mid_run_is_an_error_that_names_it(tmp_path, monk
                 pass
 
 
+@pytest.mark.parametrize("runs", ["one run", "a document left out"])
+def test_the_ids_of_a_slice_are_copied_once_from_the_file(tmp_path, runs):
+    """All that Arrow and numpy allocate for a slice is the ids and a few bytes a document."""
+    documents = [[[k] * 4000] for k in range(100)]
+    if runs == "a document left out":
+        documents[40] = [[7] * 5000]
+    write_megatron(tmp_path / "a.bin", documents, "int32")
+    options = ReadOptions(slice_rows=100, max_sample_bytes=16_000, columns=("tokens",))
+    reader = ChunkReader(
+        build_index("web", str(tmp_path / "a.bin"), None, options), options, OpenChunkCache()
+    )
+    pool = pa.default_memory_pool()
+    before = pool.total_bytes_allocated()
+    tracemalloc.start()
+    try:
+        raw = reader.slice(0, 0)
+        allocated = pool.total_bytes_allocated() - before + tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    size = 4 * sum(len(row["tokens"]) for row in raw.table.to_pylist())
+    assert size == 16_000 * (100 if runs == "one run" else 99)
+    # Runs around a document that is left out are joined, which is a second copy.
+    copies = 1 if runs == "one run" else 2
+    assert copies * size <= allocated < copies * size + 200_000
+    reader.close()
+
+
 def test_a_second_index_reads_nothing_and_a_changed_pair_is_read_again(tmp_path):
     write_megatron(tmp_path / "a.bin", DOCUMENTS)
     cache = tmp_path / "cache"
@@ -231,6 +266,46 @@ def test_plan_and_inspect_do_not_read_the_data(tmp_path, chain, monkeypatch):
             assert "60" in done.output
     job = ov.Job.from_yaml(tmp_path / "job.yaml")
     with ov.launch(job) as session, pytest.raises(SourceError, match="an id below 0"):
+        next(session.client(0))
+
+
+class Locked(Mount):
+    """The files of this machine, of which no ``.bin`` can be opened."""
+
+    def open_input_file(self, path: str) -> Any:
+        if path.endswith(".bin"):
+            raise PermissionError(errno.EACCES, "no byte of it is needed", path)
+        return super().open_input_file(path)
+
+    def __reduce__(self) -> Any:
+        return Locked, (self.switches,)
+
+
+def test_plan_explain_and_inspect_never_open_the_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("OVERLORD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OVERLORD_STORE_DEADLINE_S", "0.2")
+    write_megatron(tmp_path / "a.bin", [[[k + 1] * (k % 9 + 1)] for k in range(60)], "int32")
+    (tmp_path / "job.yaml").write_text(
+        "name: x\nbatch: {samples: 8, context: 16}\n"
+        "sources: {web: {uri: a.bin, transforms: [tokens]}}\n"
+    )
+    (tmp_path / "switches").mkdir()
+    locked = Files(pafs.PyFileSystem(Locked(str(tmp_path / "switches"))), False)
+    LOCAL_FILES.replace(monkeypatch, lambda: locked)
+    for words in (
+        ["plan", "job.yaml", "--step", "3"],
+        ["explain", "job.yaml", "--step", "3"],
+        ["inspect", "job.yaml"],
+        ["inspect", "a.idx"],
+    ):
+        words = [str(tmp_path / w) if "." in w else w for w in words]
+        done = CliRunner().invoke(cli, words)
+        assert done.exit_code == 0, done.output
+    # What is to be delivered has to be read.
+    with (
+        ov.launch(ov.Job.from_yaml(tmp_path / "job.yaml")) as session,
+        pytest.raises(SourceError, match=r"a\.bin: the file is no longer readable"),
+    ):
         next(session.client(0))
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from overlord.errors import SourceError
-from overlord.sources.base import TEXTS, ReadOptions, text_columns
+from overlord.sources.base import TEXTS, ReadOptions, chat_column, text_columns
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.formats import SUFFIXES
 from overlord.sources.index import build_index, default_cache_dir
@@ -97,7 +97,7 @@ def inspect_data(uri: str) -> DataReport:
 
 
 def job_text(report: DataReport) -> str:
-    """Return a job file for the data, with transforms for its token ids, or else for its text."""
+    """Return a job file for the data, with transforms for its ids, messages or text."""
     ids = _ids_column(report.schema)
     text = next(iter(text_columns(report.schema)), None)
     source: dict[str, Any] = {
@@ -105,6 +105,8 @@ def job_text(report: DataReport) -> str:
     }
     if ids is not None:
         source["transforms"] = [{"tokens": {"column": ids}}]
+    elif (chats := chat_column(report.schema)) is not None:
+        source["transforms"] = [{"chat": {"tokenizer": "tokenizer", "messages": chats}}]
     elif text is not None:
         source["transforms"] = [{"tokenize": {"tokenizer": "tokenizer.json", "text": text}}]
     job = {
@@ -136,7 +138,9 @@ def remarks(report: DataReport) -> list[str]:
     """Return remarks on the suggested job file: changes that the user still has to make."""
     tokens = _ids_column(report.schema) is not None
     found = []
-    if not tokens and text_columns(report.schema):
+    if not tokens and chat_column(report.schema):
+        found.append("replace tokenizer by the folder of your model's tokenizer, with its template")
+    elif not tokens and text_columns(report.schema):
         found.append("replace tokenizer.json by the tokenizer of your model")
     elif not tokens:
         found.append(

@@ -365,8 +365,8 @@ class ImageContext(NamedTuple):
     """The properties of a job with images that routing needs."""
 
     batch: Batch
-    multiple: int  # documents are padded to a multiple of this number of tokens
-    ranks: Sequence[Sequence[int]]  # ranks of every bucket
+    broadcast: bool  # whether the trainer broadcasts where the plan says so
+    ranks: Sequence[Sequence[int]]  # ranks of every data-parallel group
 
 
 class _StepImages:
@@ -375,7 +375,7 @@ class _StepImages:
     def __init__(
         self, stage: PlannedStep, worker: np.ndarray, number: np.ndarray, job: ImageContext
     ):
-        self._made, self._job = Encodings(stage.plan, job.batch, job.multiple), job
+        self._made, self._job = Encodings(stage.plan, job.batch, job.broadcast), job
         self._doc = stage.doc[self._made.sample]
         self._worker, self._number = worker[self._doc], number[self._doc]
         # loader worker -> constructor worker -> document of the worker and number inside it

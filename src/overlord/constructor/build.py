@@ -10,14 +10,8 @@ from itertools import pairwise, product
 import numpy as np
 
 from overlord.constructor.compact import Expander, build_compact, for_view, layout_of
-from overlord.constructor.images import (
-    PixelForm,
-    decode_pool,
-    encoder_inputs,
-    exclude_documents,
-    exclude_targets,
-    placeholders,
-)
+from overlord.constructor.exclusions import Spans, exclude, exclude_from_pieces, spans_of_pieces
+from overlord.constructor.images import PixelForm, decode_pool, encoder_inputs
 from overlord.constructor.pack import BatchArrays, build_arrays, build_slices, new_buffer
 from overlord.constructor.pieces import build_pieces
 from overlord.constructor.rank_views import narrow, of_stage
@@ -47,10 +41,8 @@ class StepDocuments:
     stage: PlannedStep
     tokens: Ragged
     items: Scattered | None = None
-    # int64 [n, 3]: bucket, microbatch, slot of documents excluded from the loss.
-    excluded_documents: np.ndarray | None = None
-    # int64 [n, 4]: bucket, microbatch, first token and number of tokens excluded as targets.
-    excluded_targets: np.ndarray | None = None
+    # int64 [n, 5]: tokens that are not predicted (``exclusions.py``)
+    excluded: np.ndarray | None = None
     weights: Ragged | None = None  # loss weights with the offsets of ``tokens``; None: all are 1
 
     def __post_init__(self) -> None:
@@ -164,15 +156,8 @@ def build_groups(
     """
     if staged.plan.tasks is not None:
         return _build_tasks(staged, info, groups, batch, allocate, hooks)
-    compact = (
-        compact
-        and not hooks
-        and staged.weights is None
-        and not any(
-            left is not None and len(left)
-            for left in (staged.excluded_documents, staged.excluded_targets)
-        )
-    )
+    excluded = staged.excluded is not None and len(staged.excluded) > 0
+    compact = compact and not hooks and staged.weights is None and not excluded
     if info.place is None and not compact:
         return build_buckets(staged, list(groups), batch, multiple, allocate, hooks)
     if info.place is None:
@@ -245,6 +230,9 @@ def _build_tasks(
     built = build_pieces(
         staged.plan, staged.stage.doc, staged.tokens, buckets, batch, allocate, staged.weights
     )
+    if staged.excluded is not None and len(staged.excluded):
+        spans = spans_of_pieces(staged.excluded, staged.plan.main, built.samples, built.bounds)
+        exclude_from_pieces(built.arrays, spans, batch.labels)
     first, number = built.first.tolist(), {bucket: k for k, bucket in enumerate(buckets)}
     by_view = {view: of_stage(built.arrays, view) for view in set(views) if not view.nothing}
 
@@ -280,18 +268,8 @@ def build_with_images(
     attached are decoded too: the samples excluded from the loss must not depend on attached ranks.
     Return the batches, and the images that could not be decoded (None if there are none).
     """
-    if info.place is not None and any(
-        v.cp > 1
-        for v in view_by_rank(info.place, info.on, info.axis, info.broadcast, batch.cp_split)
-    ):
-        problem = "expected whole microbatches for images, got slices for context parallelism"
-        raise PlanError(
-            problem, info.step, 'launch without broadcast=False, or set Batch(cp_split="none")'
-        )
     encoded = encoder_inputs(staged, members, form, allocate, decode_pool(), stopped)
-    staged = replace(
-        staged, excluded_documents=encoded.excluded_documents, excluded_targets=placeholders(staged)
-    )
+    staged = replace(staged, excluded=encoded.excluded)
     built = build_groups(staged, info, groups, batch, multiple, allocate, hooks, compact)
     none = np.zeros(1, np.int64)
     with_encoder = [
@@ -365,6 +343,9 @@ def _build_views(
             *documents, batch, multiple, allocate, cp, ranks, staged.weight_values
         )
         slices = dict(zip(ranks, built_slices, strict=True))
+        for r, arrays in slices.items():
+            view = View(cp=cp, cp_rank=r, split=batch.cp_split)
+            _with_exclusions(arrays, staged, buckets, 0, batch, view)
         by_view = {view: of_stage(slices[view.cp_rank], view) for view in views}
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
     return {
@@ -417,25 +398,27 @@ def build_buckets(
 
 
 def _with_exclusions(
-    arrays: BatchArrays, staged: StepDocuments, buckets: Sequence[int], first: int, batch: Batch
+    arrays: BatchArrays,
+    staged: StepDocuments,
+    buckets: Sequence[int],
+    first: int,
+    batch: Batch,
+    view: View = ALL,
 ) -> BatchArrays:
-    """Exclude image placeholders and samples with an undecodable image from the loss, in place.
+    """Exclude tokens that are not predicted, in place.
 
-    ``arrays`` has consecutive microbatches from number ``first`` on, counted over ``buckets``.
+    ``arrays`` has consecutive microbatches from number ``first`` on, counted over ``buckets``:
+    whole, or the slice of ``view``.
     """
-    m, number = staged.plan.main.n_microbatches, {b: k for k, b in enumerate(buckets)}
-    if staged.excluded_targets is not None and len(staged.excluded_targets):
-        runs = staged.excluded_targets[np.isin(staged.excluded_targets[:, 0], buckets)]
-        k = np.array([number[b] for b in runs[:, 0].tolist()], np.int64) * m + runs[:, 1] - first
-        here = (k >= 0) & (k < arrays.n)
-        exclude_targets(arrays, np.column_stack((k, runs[:, 2:]))[here], batch.labels)
-    if staged.excluded_documents is not None and len(staged.excluded_documents):
-        places = [
-            (number[b] * m + k - first, slot)
-            for b, k, slot in staged.excluded_documents.tolist()
-            if b in number
-        ]
-        exclude_documents(arrays, [(k, slot) for k, slot in places if 0 <= k < arrays.n])
+    if staged.excluded is None or not len(staged.excluded):
+        return arrays
+    m, number = staged.plan.main.n_microbatches, np.full(staged.plan.main.n_buckets, -1)
+    number[list(buckets)] = np.arange(len(buckets))
+    excluded = staged.excluded[number[staged.excluded[:, 0]] >= 0]
+    k = number[excluded[:, 0]] * m + excluded[:, 1] - first
+    here = (k >= 0) & (k < arrays.n)
+    if here.any():
+        exclude(arrays, Spans(k[here], *excluded[here, 2:].T), view, batch.labels)
     return arrays
 
 

@@ -4,22 +4,23 @@ Decoding an image is a thousand times the work of packing its text. Images are t
 late, by the process that builds the step of the encoding rank, on all its CPU cores. Decoders
 release the interpreter lock.
 
-Keys of one exchange of one rank, which encodes n images of P patches in total and receives the rows
-of k images:
+Keys of one exchange of one rank, which encodes n images of P patches in total and receives k parts
+of images. A part is a whole image, or what a slice or piece has of it without a gap:
 
     pixel_values         [P, patch_dim]  float32, or the dtype of ov.Images
     grid_thw             int64 [n, 3]    patches of each image: frames, rows, columns
     image_cu_seqlens     int32 [n + 1]   where each image's patches begin
     item_ids             int64 [n]       number of each image in the plan's module "encoder"
     send_lens            int32 [n]       number of output rows to send of each image: its first ones
+    send_rows            int64 [sent]    rows in sending order, numbers among these first rows
     send_splits          int32 [world]   number of rows for each rank
     recv_splits          int32 [world]   number of rows from each rank
-    recv_perm            int64 [k]       position on arrival of each received image, in the order
-                                         of placeholders
-    out_lens             int32 [k]       number of rows of each received image
+    recv_perm            int64 [k]       position on arrival of each part, in the order of
+                                         placeholders
+    out_lens             int32 [k]       number of rows of each part
     recv_rows            int64 [rows]    received[recv_rows] is in the order of placeholders
     image_token_index    int64 [rows]    position of each of these rows in the flattened microbatch
-    image_microbatch     int32 [k]       the microbatch of each received image
+    image_microbatch     int32 [k]       the microbatch of each part
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.constructor.pack import IGNORE, BatchArrays
+from overlord.constructor.exclusions import whole_documents
+from overlord.constructor.pack import BatchArrays
 from overlord.errors import DataStall, OverlordError, PlanError
 from overlord.messages.control import EncoderPlan
 from overlord.messages.data import DecodeFailures
@@ -83,13 +85,14 @@ class Encoded:
     """Encoder inputs of a step for some ranks.
 
     ``arrays``: by rank, one microbatch per exchange. ``failures``: images that were not decoded.
-    ``excluded_documents``: bucket, microbatch and slot of samples to exclude from the loss.
+    ``excluded``: tokens that are not predicted (``exclusions.py``): placeholders, and all tokens of
+    samples with such an image.
     """
 
     arrays: dict[int, BatchArrays]
     per: str
     failures: DecodeFailures | None
-    excluded_documents: np.ndarray  # int64 [n, 3]
+    excluded: np.ndarray  # int64 [n, 5]
 
 
 _pools: dict[int, ThreadPoolExecutor] = {}
@@ -161,7 +164,8 @@ def encoder_inputs(
         rank: _rank_arrays(e, number[rank], grids[of_rank[k] : of_rank[k + 1]], pixels[k], received)
         for k, rank in enumerate(ranks)
     }
-    return Encoded(arrays, e.per, *_failures(staged, ranks, rows, bad))
+    failures, undecoded = _failures(staged, rows, bad)
+    return Encoded(arrays, e.per, failures, np.concatenate((e.placeholders, undecoded)))
 
 
 def _grids(items: Scattered, at: np.ndarray, form: PixelForm, step: int) -> np.ndarray:
@@ -265,18 +269,18 @@ def _fill_all(
 
 
 def _failures(
-    staged: StepDocuments, ranks: Sequence[int], rows: np.ndarray, bad: list[tuple[int, str]]
+    staged: StepDocuments, rows: np.ndarray, bad: list[tuple[int, str]]
 ) -> tuple[DecodeFailures | None, np.ndarray]:
     """Return the failures for the quarantine, and the samples to exclude from the loss.
 
-    A sample is excluded if the bucket that encodes its image also trains on the sample; other
-    buckets are not notified. The rule is by bucket and not by process: the stream must not depend
-    on processes.
+    A sample is excluded if the bucket that encodes its image also trains on the sample, alone;
+    other buckets are not notified. The rule is by bucket and not by process: the stream must not
+    depend on processes.
     """
     e = staged.stage.encoding
     assert e is not None
     if not bad:
-        return None, np.zeros((0, 3), np.int64)
+        return None, np.zeros((0, 5), np.int64)
     failed = rows[[i for i, _ in bad]]
     main, place = staged.plan.main, staged.plan.place
     assert place is not None
@@ -291,77 +295,9 @@ def _failures(
         f"{outcome[bool(here)]}"
         for (_, reason), row, here in zip(bad, failed.tolist(), own.tolist(), strict=True)
     )
-    return DecodeFailures(staged.plan.step, e.ids[failed], reasons), np.unique(
-        e.home[failed[own]], axis=0
+    return DecodeFailures(staged.plan.step, e.ids[failed], reasons), whole_documents(
+        np.unique(e.home[failed[own]], axis=0)
     )
-
-
-def exclude_documents(batch: BatchArrays, places: Sequence[tuple[int, int]]) -> None:
-    """Exclude all tokens of documents from the loss, in place; a place is (microbatch, slot)."""
-    for name, nothing in (("labels", IGNORE), ("loss_mask", 0)):
-        array = batch.arrays[name]
-        array.flags.writeable = True
-        for (m, slot), (first, rows) in zip(
-            places, _document_rows(batch, name, places), strict=True
-        ):
-            assert 0 <= first <= first + rows <= len(array), (
-                f"expected document {slot} in microbatch {m}, got none"
-            )
-            array[first : first + rows] = nothing
-        array.flags.writeable = False
-
-
-def placeholders(staged: StepDocuments) -> np.ndarray:
-    """Return the placeholders of images: int64 [n, 4].
-
-    The columns are bucket, microbatch, first placeholder in the microbatch, and number of
-    placeholders. The result covers all buckets whose receiving rank is among ``encoding.ranks``.
-    """
-    e, main, place = staged.stage.encoding, staged.plan.main, staged.plan.place
-    assert e is not None
-    some = np.flatnonzero(e.out_lens)  # a truncated image has no placeholders
-    if not len(some):
-        return np.zeros((0, 4), np.int64)
-    assert place is not None
-    owner = np.repeat(np.repeat(e.ranks, e.n_slots), np.diff(e.recv_bounds))
-    bucket = bucket_by_rank(place, main.on, main.axis)[owner]
-    runs = np.stack([bucket, e.microbatch, e.position, e.out_lens], axis=1)
-    return runs[some].astype(np.int64)
-
-
-def exclude_targets(batch: BatchArrays, runs: np.ndarray, convention: str) -> None:
-    """Exclude the prediction of these tokens from the loss, in place.
-
-    ``runs``: int64 [n, 3], with microbatch, first token and number of tokens. The label of a token
-    is at its own position (unshifted), or at the position before it (shifted). For the first token
-    of a document that position ends another document, or is padding, and has no label anyway.
-    """
-    if not len(runs):
-        return
-    k, first, count = runs.T
-    if convention == "shifted":
-        first, count = np.maximum(first - 1, 0), count - (first == 0)
-    starts = dict(zip(batch.arrays, batch.starts, strict=True))
-    for name, nothing in (("labels", IGNORE), ("loss_mask", 0)):
-        array = batch.arrays[name]
-        array.flags.writeable = True
-        width = array.shape[1] if array.ndim == 2 else 1
-        array.reshape(-1)[ranges(np.array(starts[name])[k] * width + first, count)] = nothing
-        array.flags.writeable = False
-
-
-def _document_rows(
-    batch: BatchArrays, name: str, places: Sequence[tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """Return the location of documents in an array: first row and number of rows."""
-    starts = dict(zip(batch.arrays, batch.starts, strict=True))
-    if batch.arrays[name].ndim == 2:
-        return [(starts[name][m] + slot, 1) for m, slot in places]
-    ends = [
-        batch.arrays["cu_seqlens_padded"][starts["cu_seqlens_padded"][m] + slot :][:2].tolist()
-        for m, slot in places
-    ]
-    return [(starts[name][m] + a, b - a) for (m, _), (a, b) in zip(places, ends, strict=True)]
 
 
 def _receive_rows(e: EncoderPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -377,6 +313,19 @@ def _receive_rows(e: EncoderPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return rows, ranges(e.position, lens), bounds
 
 
+def _send_rows(
+    e: EncoderPlan, items: np.ndarray, parts: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return ``send_rows`` of some exchanges, whose bounds are given, and the bounds of each."""
+    lens = e.send_lens[items[0] : items[-1]].astype(np.int64)
+    before = np.concatenate([[0], np.cumsum(lens)])  # rows of the items before each
+    number, first, count = e.sent[parts[0] : parts[-1]].T
+    exchange = np.repeat(np.arange(len(parts) - 1), np.diff(parts))
+    begin = items[:-1] - items[0]
+    rows = ranges(before[begin[exchange] + number] - before[begin[exchange]] + first, count)
+    return rows, np.concatenate([[0], np.cumsum(count)])[parts - parts[0]]
+
+
 def _rank_arrays(
     e: EncoderPlan,
     i: int,
@@ -386,15 +335,16 @@ def _rank_arrays(
 ) -> BatchArrays:
     """Return the encoder arrays of rank number ``i``, one microbatch per exchange."""
     s = e.n_slots
-    sent, got, rows = (
-        bounds[i * s : (i + 1) * s + 1] for bounds in (e.bounds, e.recv_bounds, received[2])
+    sent, parts, got, rows = (
+        bounds[i * s : (i + 1) * s + 1]
+        for bounds in (e.bounds, e.sent_bounds, e.recv_bounds, received[2])
     )
     a, b, c, d = (int(x) for x in (sent[0], sent[-1], got[0], got[-1]))
     f, g = int(rows[0]), int(rows[-1])
     items, here = sent - a, np.diff(sent)
     patches = np.concatenate([[0], np.cumsum(grids.prod(axis=1))])
     sums = patches[ranges(items[:-1], here + 1)] - np.repeat(patches[items[:-1]], here + 1)
-    world = e.send_splits.shape[1]
+    world, (send_rows, of_sent) = e.send_splits.shape[1], _send_rows(e, sent, parts)
     splits, of_items, of_received, of_rows = np.arange(s + 1) * world, items, got - c, rows - f
     columns: list[tuple[str, np.ndarray, np.ndarray]] = [
         ("pixel_values", pixels, patches[items]),
@@ -402,6 +352,7 @@ def _rank_arrays(
         ("image_cu_seqlens", sums.astype(np.int32), items + np.arange(s + 1)),
         ("item_ids", e.item[a:b], of_items),
         ("send_lens", e.send_lens[a:b], of_items),
+        ("send_rows", send_rows, of_sent),
         ("send_splits", e.send_splits[i * s : (i + 1) * s].reshape(-1), splits),
         ("recv_splits", e.recv_splits[i * s : (i + 1) * s].reshape(-1), splits),
         ("recv_perm", e.recv_perm[c:d], of_received),

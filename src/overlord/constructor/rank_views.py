@@ -38,6 +38,7 @@ WHOLE = frozenset(
         "image_cu_seqlens",
         "item_ids",
         "send_lens",
+        "send_rows",
         "send_splits",
         "recv_splits",
         "recv_perm",

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
 HYBRID = ("hdp_balance",)  # strategies of the package that split samples over ranks
 ALONE = "with samples that ranks share"
-IMAGES = (
-    "strategy: expected whole samples for images, since placeholders would be on several ranks, "
-    "got one that splits samples; use 'llm_balance' or 'vlm_hybrid'"
-)
 
 
 def splits_documents(strategy: Any) -> bool:

@@ -554,21 +554,6 @@ class Job:
                     f"sources: expected the same {name} for the images of all sources, since "
                     f"one encoder processes them, got {listed}"
                 )
-        sliced = (
-            isinstance(self.place, Mesh)
-            and self.place.cp > 1
-            and getattr(self.batch, "cp_split", "none") != "none"
-        )
-        if specs and self.hybrid:
-            found.append(document_limit.IMAGES)
-        elif specs and sliced and isinstance(self.strategy, str):
-            remedies = (
-                'batch.cp_split="none", or a strategy with .broadcast_at("CP") or .distribute("CP")'
-            )
-            found.append(
-                f"place: expected whole microbatches for images, got slices of cp={self.place.cp}; "
-                f"use {remedies}"
-            )
         return found
 
     def _journal_problems(self) -> list[str]:

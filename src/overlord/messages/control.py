@@ -230,34 +230,44 @@ class DropHeldSamples:
     loaders: tuple[int, ...]
 
 
+SHARED = -2  # in ``EncoderPlan.home``: several buckets hold the sample
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderPlan:
     """The images that some ranks encode in a step, and the routes of outputs to the backbone.
 
-    The columns list items by rank, and by exchange within each rank. Group ``g = i * n_slots + s``
-    is exchange s of ``ranks[i]``. It encodes rows ``bounds[g]`` to ``bounds[g + 1]`` of the columns
-    ``item`` to ``send_lens``. It receives rows ``recv_bounds[g]`` to ``recv_bounds[g + 1]`` of the
-    columns ``recv_perm`` to ``position`` (``plan/routes.py``).
+    Columns list items or parts of them by rank, and by exchange within each rank. Group
+    ``g = i * n_slots + s`` is exchange s of ``ranks[i]``. It encodes rows ``bounds[g]`` to
+    ``bounds[g + 1]`` of the columns ``item`` to ``send_lens``, and sends rows ``sent_bounds[g]`` to
+    ``sent_bounds[g + 1]`` of ``sent``. It receives rows ``recv_bounds[g]`` to
+    ``recv_bounds[g + 1]`` of the columns ``recv_perm`` to ``position`` (``plan/routes.py``).
     """
 
     ranks: np.ndarray  # int64
     n_slots: int  # exchanges in a step
     per: str  # "microbatch": exchange m belongs to microbatch m; else "iteration"
-    item: np.ndarray  # int64: item of the plan's module, in sending order of outputs
+    item: np.ndarray  # int64: item of the plan's module, in the order of outputs
     at: np.ndarray  # int64: row of its bytes among the payload's items
     ids: np.ndarray  # int64 [n, 5]: source, epoch, file, row, part of its sample
     number: np.ndarray  # int32: number of the item in its sample
-    home: np.ndarray  # int64 [n, 3]: bucket, microbatch, slot of its sample in the backbone
+    # int64 [n, 3]: bucket (or ``SHARED``), microbatch, slot of its sample in the backbone
+    home: np.ndarray
     send_lens: np.ndarray  # int32
     bounds: np.ndarray  # int64 [groups + 1]
+    # int64 [parts, 3] in sending order: number of the item in its group, first row, rows
+    sent: np.ndarray
+    sent_bounds: np.ndarray  # int64 [groups + 1]
     send_splits: np.ndarray  # int32 [groups, world]
     recv_splits: np.ndarray  # int32 [groups, world]
-    recv_perm: np.ndarray  # int64
-    out_lens: np.ndarray  # int32
-    microbatch: np.ndarray  # int32: of the backbone
-    # int64: first placeholder in the un-sliced microbatch, rows laid end to end
-    position: np.ndarray
+    recv_perm: np.ndarray  # int64, by part
+    out_lens: np.ndarray  # int32: rows of each part
+    microbatch: np.ndarray  # int32: the receiving rank's microbatch
+    position: np.ndarray  # int64: first placeholder in that microbatch, rows laid end to end
     recv_bounds: np.ndarray  # int64 [groups + 1]
+    # int64 [m, 5], for all documents that the ranks hold, whole or a part of them: bucket,
+    # microbatch and slot of the sample, first placeholder in the document, placeholders
+    placeholders: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -377,11 +377,18 @@ class LoadingPlan:
                 f"module {name!r}: two items of sample {self.sample_id(i)} share a token", self.step
             )
 
-    def routes(self, module: str = "encoder") -> Routes:
-        """Return the rank that encodes each item, and the exchange of outputs between all ranks."""
+    def routes(
+        self, module: str = "encoder", batch: Batch | None = None, *, broadcast: bool = True
+    ) -> Routes:
+        """Return the rank that encodes each item, and the exchange of outputs between all ranks.
+
+        ``batch``: the job's batch, which pads documents and slices microbatches along cp. Without
+        it sizes are the planned ones, and microbatches are whole. Pieces on rings need no batch.
+        ``broadcast``: False for a session that was launched so: cp ranks then get slices.
+        """
         from overlord.plan.routes import make_routes  # it imports this module
 
-        return make_routes(self, module)
+        return make_routes(self, module, batch, broadcast=broadcast)
 
     def digest(self) -> str:
         """Return a digest that is equal for equal deliveries, on every machine.

@@ -10,9 +10,10 @@ import numpy as np
 from overlord.errors import PlanError
 from overlord.hashing import in_documents
 from overlord.mesh import BUCKET_AXES, Batch, Mesh
-from overlord.messages.control import EncoderPlan
+from overlord.messages.control import SHARED, EncoderPlan
+from overlord.plan.module_ranks import OUTSIDE, bucket_by_rank
 from overlord.plan.plan import LoadingPlan
-from overlord.plan.routes import Routes, starts
+from overlord.plan.routes import Routes
 from overlord.planning.balance.groups import nested
 from overlord.planning.balance.placement import ItemPlacement, PackingProblem
 from overlord.sample import Buffer, Ragged, ranges
@@ -22,43 +23,62 @@ from overlord.sample import Buffer, Ragged, ranges
 
 ENCODER = "encoder"  # the module whose items are images
 IMAGES = "image_patches"  # metadata column with the patches of each image of a sample
-REMEDY = 'add .broadcast_at("CP"), or distribute samples over "CP", or set batch.cp_split="none"'
 
 
 class Encodings:
-    """The routes of all images of a step; ``of(ranks)`` returns the encoder plan of some ranks."""
+    """The routes of all images of a step; ``of(ranks)`` returns the encoder plan of some ranks.
 
-    def __init__(self, plan: LoadingPlan, batch: Batch, multiple: int):
-        self.plan, self.routes = plan, plan.routes(ENCODER)
-        a, b = plan.module(ENCODER), plan.main
+    ``broadcast``: whether the trainer broadcasts where the plan says so.
+    """
+
+    def __init__(self, plan: LoadingPlan, batch: Batch, broadcast: bool = True):
+        self.plan, self.routes = plan, plan.routes(ENCODER, batch, broadcast=broadcast)
+        a, b, r = plan.module(ENCODER), plan.main, self.routes
         node = np.empty(len(plan), np.int64)
         node[b.sample] = np.arange(len(b.sample))
         self.sample, at = a.sample, node[a.sample]
         self._home = np.stack([b.bucket[at], b.microbatch[at], b.slot[at]], axis=1).astype(np.int64)
-        if batch.layout == "padded":
-            first = b.slot[at].astype(np.int64) * batch.context
-        # as the constructor places documents: the plan's own sizes are the strategy's choice
-        else:
-            first = starts(b, np.maximum(-(-plan.tokens[b.sample] // multiple), 1) * multiple)[at]
-        self._position = first + self.routes.offset
-        # number of each item among those that its owner receives in the same exchange
-        self._arrives = np.empty(len(self.routes), np.int64)
-        before = np.repeat(self.routes.owned_bounds[:-1], np.diff(self.routes.owned_bounds))
-        self._arrives[self.routes.received] = np.arange(len(self.routes)) - before
+        # number of each part among those that its owner receives in the same exchange
+        self._arrives = np.empty(len(r.parts), np.int64)
+        before = np.repeat(r.owned_bounds[:-1], np.diff(r.owned_bounds))
+        self._arrives[r.received] = np.arange(len(r.parts)) - before
+        # number of each item among those that its rank encodes in the same exchange
+        self._outputs = np.empty(len(r), np.int64)
+        before = np.repeat(r.encoded_bounds[:-1], np.diff(r.encoded_bounds))
+        self._outputs[r.encoded] = np.arange(len(r)) - before
+        self._holders()
+
+    def _holders(self) -> None:
+        """Set the items with placeholders, bucket by bucket: those whose tokens it holds."""
+        plan, b = self.plan, self.plan.main
+        item, bucket = np.arange(len(self.sample)), self._home[:, 0]
+        self._shared = np.zeros(len(item), bool)  # several buckets hold the sample
+        if plan.tasks is not None:
+            table, task = plan.tasks.table, plan.tasks.task[self.sample].astype(np.int64)
+            d = table.sizes()[task]
+            item, self._shared = np.repeat(item, d), d > 1
+            bucket = table.task_rank[ranges(table.task_ptr[task], d)]
+        some = self.routes.out[item] > 0
+        item, bucket = item[some], bucket[some]
+        by_bucket = np.argsort(bucket, kind="stable")
+        self._held = item[by_bucket]
+        self._held_bounds = np.searchsorted(bucket[by_bucket], np.arange(b.n_buckets + 1))
 
     def encoded_by(self, ranks: Sequence[int]) -> np.ndarray:
         """Return the items that these ranks encode, in the order of ranks, then of exchanges."""
-        return self.routes.sent[_rows(self.routes, ranks, self.routes.sent_bounds)[0]]
+        return self.routes.encoded[_rows(self.routes, ranks, self.routes.encoded_bounds)[0]]
 
     def of(self, ranks: Sequence[int], at: np.ndarray) -> EncoderPlan:
         """Return the encoder plan of these ranks.
 
         ``at``: payload row of each item of ``encoded_by(ranks)``.
         """
-        r, p = self.routes, self.plan
-        sent, bounds = _rows(r, ranks, r.sent_bounds)
+        r, p, parts = self.routes, self.plan, self.routes.parts
+        encoded, bounds = _rows(r, ranks, r.encoded_bounds)
+        sending, sent_bounds = _rows(r, ranks, r.sent_bounds)
         got, recv_bounds = _rows(r, ranks, r.owned_bounds)
-        item, arriving, wanted = r.sent[sent], r.received[got], r.wanted[got]
+        item, sent = r.encoded[encoded], r.sent[sending]
+        arriving, wanted = r.received[got], r.wanted[got]
         sample = self.sample[item]
         ids = np.stack(
             [
@@ -67,6 +87,8 @@ class Encodings:
             ],
             axis=1,
         )
+        home = self._home[item]
+        home[self._shared[item], 0] = SHARED
         return EncoderPlan(
             ranks=np.asarray(ranks, np.int64),
             n_slots=r.n_slots,
@@ -75,17 +97,34 @@ class Encodings:
             at=at,
             ids=ids,
             number=r.number[item].astype(np.int32),
-            home=self._home[item],
+            home=home,
             send_lens=r.out[item].astype(np.int32),
             bounds=bounds,
-            send_splits=_splits(bounds, r.owner[item], r.out[item], r.world_size),
-            recv_splits=_splits(recv_bounds, r.encoder[arriving], r.out[arriving], r.world_size),
+            sent=np.stack(
+                (self._outputs[parts.item[sent]], parts.first[sent], parts.count[sent]), axis=1
+            ),
+            sent_bounds=sent_bounds,
+            send_splits=_splits(sent_bounds, parts.owner[sent], parts.count[sent], r.world_size),
+            recv_splits=_splits(
+                recv_bounds, r.encoder[parts.item[arriving]], parts.count[arriving], r.world_size
+            ),
             recv_perm=self._arrives[wanted],
-            out_lens=r.out[wanted].astype(np.int32),
-            microbatch=r.microbatch[wanted].astype(np.int32),
-            position=self._position[wanted],
+            out_lens=parts.count[wanted].astype(np.int32),
+            microbatch=parts.microbatch[wanted],
+            position=parts.position[wanted],
             recv_bounds=recv_bounds,
+            placeholders=self._placeholders(ranks),
         )
+
+    def _placeholders(self, ranks: Sequence[int]) -> np.ndarray:
+        """Return the placeholders in all documents of these ranks: see ``EncoderPlan``."""
+        b, a = self.plan.main, self.plan.module(ENCODER)
+        assert a.offset is not None
+        buckets = np.unique(bucket_by_rank(self.plan.tree, b.on, b.axis)[list(ranks)])
+        buckets = buckets[buckets != OUTSIDE]
+        first = self._held_bounds[buckets]
+        item = np.unique(self._held[ranges(first, self._held_bounds[buckets + 1] - first)])
+        return np.column_stack((self._home[item], a.offset[item], self.routes.out[item]))
 
 
 def _rows(
@@ -103,7 +142,7 @@ def _rows(
 def _splits(bounds: np.ndarray, peer: np.ndarray, rows: np.ndarray, world: int) -> np.ndarray:
     """Return the rows exchanged with every rank: int32 [groups, world].
 
-    Items ``bounds[g]`` to ``bounds[g + 1]`` are of group g; ``peer`` and ``rows`` are by item.
+    Parts ``bounds[g]`` to ``bounds[g + 1]`` are of group g; ``peer`` and ``rows`` are by part.
     """
     groups = len(bounds) - 1
     group = np.repeat(np.arange(groups), np.diff(bounds))
@@ -138,36 +177,13 @@ def check_images(plan: LoadingPlan, buffer: Buffer) -> None:
         )
         raise PlanError(problem, plan.step, f"select them all: .select({IMAGES!r})")
     main, place = plan.main, plan.main.on or plan.place
-    if plan.tasks is not None and len(plan.modules[ENCODER].sample):
-        raise PlanError(
-            "samples with images: expected whole samples, got pieces on rings of ranks",
-            plan.step,
-            "use .balance() instead of .split(), or a job without images",
-        )
-    if (
-        place is not None
-        and sliced(place, buffer.batch)
-        and "cp" not in BUCKET_AXES[main.axis]
-        and "CP" not in main.broadcast
-    ):
-        raise PlanError(
-            "expected whole microbatches for samples with images, got slices: context parallelism "
-            "splits each microbatch, so no rank can insert the outputs of images",
-            plan.step,
-            REMEDY,
-        )
-    # Outputs go to one rank of a bucket, and only the encoding ranks can detect a broken image.
+    # Outputs go to one bucket of a sample, and only the encoding ranks can detect a broken image.
     if place is not None and place.dp > 1 and "dp" not in BUCKET_AXES[main.axis]:
         problem = (
             'samples with images: expected a distribution over "DP", "CP" or "WORLD", got '
             f"{main.axis}, where several replicas train on the same samples"
         )
         raise PlanError(problem, plan.step, 'distribute samples over "DP", "CP" or "WORLD"')
-
-
-def sliced(place: Mesh, batch: Batch) -> bool:
-    """Return whether mesh and batch give each context-parallel rank a slice of a microbatch."""
-    return place.cp > 1 and batch.cp_split != "none"
 
 
 # ----------------------------------------------------------------------------

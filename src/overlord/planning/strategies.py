@@ -114,7 +114,11 @@ class HybridStrategy:
         drawn = DGraph.from_buffer(buffer, place, meta="tokens").mix().distribute("CP")
         cost = self.cost or ring_of(buffer.model)
         split = drawn.cost(cost).split(self.capacity, self.groups, **dict(self.rules))
-        return split.broadcast_at("TP").plan()
+        split = split.broadcast_at("TP")
+        if not _has_images(buffer):
+            return split.plan()
+        # ranks may run different numbers of microbatches: one exchange for the whole step
+        return split.plan(encoder=_images(split).balance("greedy"))
 
 
 def hdp(
@@ -234,17 +238,21 @@ def _samples(buffer: Buffer, place: Mesh) -> DGraph:
 
 def _plan(samples: DGraph) -> LoadingPlan:
     """Return the plan of placed samples; the ranks of a replica encode its images in turn."""
-    buffer, samples = samples.buffer, samples.broadcast_at("TP")
-    if not isinstance(buffer.meta.get(IMAGES), Ragged) and IMAGES not in buffer.absent:
+    samples = samples.broadcast_at("TP")
+    if not _has_images(samples.buffer):
         return samples.plan()
-    images = (
-        DGraph.from_buffer(buffer, samples.tree)
-        .mix()
-        .select(IMAGES)
-        .distribute("WORLD")
-        .cost(encoder_of(buffer.model))
-    )
-    return samples.plan(encoder=images.follow(samples, "none", stay=True))
+    return samples.plan(encoder=_images(samples).follow(samples, "none", stay=True))
+
+
+def _has_images(buffer: Buffer) -> bool:
+    """Return whether a source of the job has images, in this step or in others."""
+    return isinstance(buffer.meta.get(IMAGES), Ragged) or IMAGES in buffer.absent
+
+
+def _images(samples: DGraph) -> DGraph:
+    """Return the graph of the images of these samples, on all ranks."""
+    drawn = DGraph.from_buffer(samples.buffer, samples.tree).mix()
+    return drawn.select(IMAGES).distribute("WORLD").cost(encoder_of(samples.buffer.model))
 
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(

@@ -86,7 +86,7 @@ class LocalRuntime:
             for loader, reader in prepared.loaders_for(i, Cursor(*cursor)):
                 self.loading.open(loader, reader)
         self._images, self._batch = prepared.images, job.batch
-        self._multiple, self._seed = job.document_multiple, job.seed
+        self._broadcast, self._seed = options.broadcast, job.seed
         self._pop_hooks = of_kind(tuple(job.hooks), LOADER)
         self.building = ConstructorService(
             [
@@ -94,7 +94,7 @@ class LocalRuntime:
                 for b, ranks in enumerate(job.place.buckets("DP"))
             ],
             batch=self._batch,
-            multiple=self._multiple,
+            multiple=job.document_multiple,
             executor=executor,
             run=self.run,
             cannot=self.event,
@@ -261,7 +261,7 @@ class LocalRuntime:
         """Return the documents with their images, and with the images that each rank encodes."""
         stage, ranks = staged.stage, self.building.served()
         made, items = (
-            Encodings(stage.plan, self._batch, self._multiple),
+            Encodings(stage.plan, self._batch, self._broadcast),
             found or Scattered([], np.zeros(len(staged.tokens), np.int64)),
         )
         wanted = made.encoded_by(ranks)

@@ -60,6 +60,15 @@ def text_columns(schema: Mapping[str, str]) -> list[str]:
     return sorted(names, key=lambda name: TEXTS.index(name) if name in TEXTS else len(TEXTS))
 
 
+def chat_column(schema: Mapping[str, str]) -> str | None:
+    """Return the column that holds lists of messages, by its type; None if there is none."""
+    forms = (("role: ", "content: "), ("from: ", "value: "))
+    for name, kind in schema.items():
+        if "list<" in kind and any(all(key in kind for key in form) for form in forms):
+            return name
+    return None
+
+
 def missing_columns_error(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
     """Return the error for a file that lacks columns named by transforms."""
     wanted = f"expected the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
@@ -71,6 +80,11 @@ def missing_columns_error(missing: Sequence[str], schema: Mapping[str, str]) -> 
 
 def tokenize_hint(missing: Sequence[str], schema: Mapping[str, str]) -> str:
     """Return a hint to add Tokenize if "tokens" is missing and a column may hold text, else ""."""
+    if "tokens" in missing and (chats := chat_column(schema)):
+        return (
+            f"if {chats!r} holds conversations: ov.Chat('folder of a tokenizer', "
+            f"messages={chats!r}), in a job file {{chat: {{tokenizer: folder, messages: {chats}}}}}"
+        )
     if "tokens" not in missing or not (texts := text_columns(schema)):
         return ""
     return (

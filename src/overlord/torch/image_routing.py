@@ -99,6 +99,7 @@ def route(rows: torch.Tensor, maps: Any, group: Group = None, *, lens: Any = Non
             "pass group="
         )
     _check_dtype(rows, world, group)
+    rows = _in_sending_order(rows, _field(maps, "send_rows"))
     anchor = rows.new_zeros((), requires_grad=rows.is_floating_point() and torch.is_grad_enabled())
     received: torch.Tensor = _AllToAll.apply(rows, anchor, sends, gets, group)
     return received.index_select(0, _index(_field(maps, "recv_rows"), received.device))
@@ -155,6 +156,13 @@ def _truncated(rows: torch.Tensor, maps: Any, lens: Any) -> torch.Tensor:
     starts = np.cumsum(made) - made
     kept = np.repeat(starts - (np.cumsum(wanted) - wanted), wanted) + np.arange(int(wanted.sum()))
     return rows.index_select(0, _index(kept, rows.device))
+
+
+def _in_sending_order(rows: torch.Tensor, order: np.ndarray) -> torch.Tensor:
+    """Return the rows by receiving rank: ranks that share a document share its images' rows."""
+    if np.array_equal(order, np.arange(len(rows))):
+        return rows
+    return rows.index_select(0, _index(order, rows.device))
 
 
 class Exchange:

@@ -26,6 +26,7 @@ HOST_KEYS = frozenset(
         "send_splits",
         "recv_splits",
         "send_lens",
+        "send_rows",
         "out_lens",
         "recv_perm",
         "recv_rows",

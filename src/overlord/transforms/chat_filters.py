@@ -16,6 +16,7 @@ from overlord.transforms.chat_text import (
     TracedText,
     Untraceable,
     as_text,
+    is_plain,
     join,
     origins,
     plain,
@@ -63,8 +64,11 @@ def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     if name in UNCHANGED:
         return function
 
+    own = 1 if hasattr(function, "jinja_pass_arg") else 0  # arguments that jinja2 adds
+
     def refusing(*args: Any, **kwargs: Any) -> Any:
-        if origins(list(args)) or origins(list(kwargs.values())):
+        given = [v for v in (*args[own:], *kwargs.values()) if not isinstance(v, Undefined)]
+        if origins(given) or not is_plain(given):
             raise Untraceable(f"the filter {name} on the content of a message")
         return function(*args, **kwargs)
 
@@ -132,20 +136,14 @@ def _cased(name: str) -> Callable[[Any], str]:
     return cased
 
 
-def _string(value: Any) -> str:
-    if not isinstance(value, (str, Undefined)) and origins(value):
-        raise Untraceable("the filter string on a list or mapping of a message")
-    return as_text(value)
-
-
 FILTERS: dict[str, Callable[..., Any]] = {
     "trim": _trim,
     "replace": _replace,
     "join": _join,
     "indent": _indent,
     "tojson": _to_json,
-    "string": _string,
-    "safe": _string,
+    "string": as_text,
+    "safe": as_text,
     "upper": _cased("upper"),
     "lower": _cased("lower"),
     "capitalize": _cased("capitalize"),

@@ -43,6 +43,7 @@ from overlord.transforms.chat_text import (
 MAX_SOURCE = 1 << 20  # characters of a template
 MAX_STEPS = 200_000  # per rendering: passes of loops, calls, operators, outputs
 MAX_TEXT = 1 << 24  # characters that a rendering writes and joins
+STEPS_PER_CHARACTER, COPIES = 1, 64  # further steps and characters, for long conversations
 CHARACTERS_PER_STEP = 256  # an operation on a long text counts as several steps
 MAX_NUMBER = 1 << 63
 PADDING = ("center", "ljust", "rjust", "zfill")  # methods that lengthen text by at most a number
@@ -79,10 +80,20 @@ def _copied(value: Any, origin: int) -> Any:
     return [_copied(v, origin) for v in value] if isinstance(value, list) else value
 
 
+def _size(value: Any) -> int:
+    """Return the number of characters in a value."""
+    if isinstance(value, dict):
+        return sum(map(_size, value)) + sum(map(_size, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_size, value))
+    return len(value) if isinstance(value, str) else 1
+
+
 @dataclass(slots=True)
 class _Rendering:
     """State of one rendering: the current message of the template's loop, and the work so far."""
 
+    size: int = 0  # characters of the variables, by which the bounds grow
     turns: list[int] = field(default_factory=lambda: [-1])
     steps: int = 0
     text: int = 0
@@ -90,10 +101,10 @@ class _Rendering:
     def count(self, steps: int = 1, text: int = 0) -> None:
         self.steps += steps
         self.text += text
-        if self.steps > MAX_STEPS:
-            raise TemplateRefused(f"expected at most {MAX_STEPS} steps of a template, got more")
-        if self.text > MAX_TEXT:
-            raise TemplateRefused(f"expected at most {MAX_TEXT} characters, got more")
+        if self.steps > (most := MAX_STEPS + self.size * STEPS_PER_CHARACTER):
+            raise TemplateRefused(f"expected at most {most} steps of a template, got more")
+        if self.text > (most := MAX_TEXT + self.size * COPIES):
+            raise TemplateRefused(f"expected at most {most} characters, got more")
 
 
 class _Generation(jinja2.ext.Extension):
@@ -202,7 +213,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def render(self, template: jinja2.Template, variables: Mapping[str, Any]) -> TracedText:
         """Return the rendered text. Any exception of the template passes through."""
-        self._now = _Rendering()
+        self._now = _Rendering(_size(dict(variables)))
         context = template.new_context(dict(variables))
         return concat(template.root_render_func(context))
 
@@ -213,12 +224,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def output(self, value: Any) -> TracedText:
         """Return a value as it is written at this point of the template."""
-        if not isinstance(value, str):
-            found = origins(value)
-            if found and not isinstance(value, dict):
-                raise Untraceable("a list of the parts of a message, written as it is")
-            text = as_text(value)
-            value = TracedText.of(text, ((len(text), Mark(min(found))),)) if found else text
+        if isinstance(value, dict) and len(found := origins(value)) == 1:
+            text = str(value)
+            value = TracedText.of(text, ((len(text), Mark(min(found))),))
+        value = as_text(value)
         self._now.count(1, len(value))
         return written(value, self._now.turns[-1])
 

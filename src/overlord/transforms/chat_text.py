@@ -32,13 +32,6 @@ class TemplateRefused(Exception):
     """Raised for a rendering that exceeds a bound, or writes a value that is not text."""
 
 
-def as_text(value: Any) -> str:
-    """Return a value as text. A null would be the word None."""
-    if value is None:
-        raise TemplateRefused("expected text, got none")
-    return value if isinstance(value, str) else str(value)
-
-
 class TracedText(str):
     """A string with one mark for every character.
 
@@ -136,6 +129,30 @@ def origins(value: Any) -> set[int]:
     if isinstance(value, (list, tuple)):
         return set().union(*map(origins, value))
     return set()
+
+
+def as_text(value: Any) -> str:
+    """Return a value as text. A null would be the word None, and a list would be Python code."""
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise TemplateRefused("expected text, got none")
+    if not is_plain(value):
+        if text := str(value):  # "": an undefined value
+            raise Untraceable(f"a {type(value).__name__}, written as text")
+        return text
+    if origins(value):
+        raise Untraceable(f"a {type(value).__name__} of a message, written as text")
+    return str(value)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether ``origins`` knows all texts in a value."""
+    if isinstance(value, dict):
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (str, int, float))
 
 
 def _merged(runs: Iterable[tuple[int, Mark]]) -> Runs:
