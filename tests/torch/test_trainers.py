@@ -42,6 +42,10 @@ def named(item: Any) -> Any:
     )
 
 
+def evaluating(job: ov.Job) -> ov.Job:
+    return ov.evaluation(job.sources, job.batch, steps=job.until)
+
+
 def ending(job: ov.Job) -> ov.Job:
     return replace(job, until="all", sources=[replace(source, epochs=1) for source in job.sources])
 
@@ -119,7 +123,7 @@ def test_lightning_validates_on_the_whole_evaluation_set_every_time(tmp_path: Pa
     module = Module()
     train, valid = (
         ot.StatefulLoader(text_job(tmp_path, until=4)),
-        ot.StatefulLoader(text_job(tmp_path, until=3), rewind=True),
+        ot.StatefulLoader(evaluating(text_job(tmp_path, until=3))),
     )
     with train, valid:
         lightning_trainer(tmp_path, val_check_interval=2, enable_checkpointing=False).fit(
@@ -199,7 +203,7 @@ def test_the_trainer_of_transformers_resumes_and_evaluates(tmp_path: Path):
         )
         with (
             ot.StatefulLoader(train, **flat) as loader,
-            ot.StatefulLoader(valid, rewind=True, **flat) as evaluated,
+            ot.StatefulLoader(evaluating(valid), **flat) as evaluated,
         ):
             trainer = Own(loader, evaluated, model, settings)
             trainer.train(resume_from_checkpoint=resume)
@@ -210,7 +214,7 @@ def test_the_trainer_of_transformers_resumes_and_evaluates(tmp_path: Path):
     first, second = run(STOP, None), run(4, str(tmp_path / "out" / f"checkpoint-{STOP}"))
     assert first.trained == wanted(train)[: 2 * STOP]
     assert second.trained == wanted(train)[2 * STOP :]
-    assert second.validated == wanted(valid) * 2
+    assert second.validated == wanted(evaluating(valid)) * 2
 
 
 # Accelerate

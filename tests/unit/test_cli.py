@@ -73,6 +73,18 @@ def test_a_run_ends_with_the_mix_wanted_and_realised(tmp_path: Path) -> None:
     assert table["steps"][0] == "4,"
 
 
+def test_an_evaluation_runs_to_its_end_and_is_planned_by_its_model(tmp_path: Path) -> None:
+    model = {"hidden": 64, "layers": 2, "heads": 2, "name": "tiny"}
+    path = job_file(tmp_path, epochs=None, evaluation=True, model=model)
+    run, planned = overlord("run", path), overlord("plan", path, "--step", "9")
+    assert run.exit_code == planned.exit_code == 0, run.output + planned.output
+    table = {line.split()[0]: line.split()[1:] for line in run.stdout.splitlines() if line}
+    assert [table["web"][2], table["code"][2], table["steps"][0]] == ["60", "60", "10,"]
+    assert "tiny (hidden 64, 2 layers)" in planned.stdout
+    assumed = overlord("plan", job_file(tmp_path / "assumed"), "--step", "0")
+    assert "a 12B Llama is assumed" in " ".join(assumed.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("on_long", "column"), [("truncate", "cut tokens"), ("drop", "dropped tokens"), ("split", "")]
 )

@@ -149,10 +149,12 @@ def test_constants_that_are_damaged_or_of_another_version_are_measured_again(job
     assert Measured.of([], 3) is None
 
 
+@pytest.mark.parametrize("evaluation", [False, True])
 def test_the_command_shows_and_writes_what_it_found(
-    job: ov.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: ov.Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluation: bool
 ) -> None:
     def kept(blueprint: PreparedJob, path: Path, *, again: bool, progress: object) -> Measured:
+        assert {source.epochs for source in blueprint.job.sources} == {None}
         return Measured(
             constants=LIKELY, probes=probe_sources(blueprint, lambda what, done, of: None)
         )
@@ -160,7 +162,8 @@ def test_the_command_shows_and_writes_what_it_found(
     monkeypatch.setattr(
         "overlord.dryrun.estimate.load_or_measure", kept
     )  # stand-in jobs have their own test
-    (tmp_path / "job.yaml").write_text(job.to_yaml())
+    # sources repeat, those of an evaluation too: a large cluster would finish them at once
+    (tmp_path / "job.yaml").write_text(replace(job, evaluation=evaluation).to_yaml())
     done = CliRunner().invoke(
         cli,
         [

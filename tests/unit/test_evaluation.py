@@ -186,6 +186,17 @@ def test_a_job_file_may_hold_an_evaluation(tmp_path: Path) -> None:
     assert ov.Job.from_yaml(again) == job
 
 
+def test_the_order_of_a_running_evaluation_cannot_change() -> None:
+    with ov.launch(ov.evaluation(sources(9, 9), BATCH)) as session:
+        for change in (
+            lambda: session.set_mixture({"s0": 1.0}),
+            lambda: session.add_source(sources(3)[0]),
+        ):
+            with pytest.raises(ov.JobError, match=r"expected a job that trains, got an evaluation"):
+                change()
+        assert len(list(session.client(0))) == 3
+
+
 # loaders
 
 

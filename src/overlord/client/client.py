@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from overlord.client.caller_check import refuse_ahead
+from overlord.client.microbatch_count import check_count
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.compact import ExpandedMicrobatch
 from overlord.errors import DataStall, OverlordError, PlanError
@@ -298,26 +299,6 @@ class Step:
         )
 
 
-def check_count(step: Any, expected: int | None) -> None:
-    """Raise ``PlanError`` if a step does not have ``expected`` microbatches; None: do not check.
-
-    Trainers that count microbatches need it.
-    """
-    if expected is None or len(step) == expected:
-        return
-    grown = (
-        f"set Batch(microbatches={len(step)}) or more, fewer samples or tokens, or a larger context"
-        if len(step) > expected
-        else ""
-    )
-    raise PlanError(
-        f"expected the {expected} microbatches of Batch.microbatches, got {len(step)}: a trainer "
-        "with a fixed accumulation count would mix this step with others",
-        step.step,
-        f"{grown or 'use a strategy that fills Batch.microbatches'}, or iterate over whole steps",
-    )
-
-
 # ----------------------------------------------------------------------------
 # ``Client``: the iterator of a trainer. Its waits have a deadline, and the error has the reason.
 
@@ -365,7 +346,8 @@ class Client:
         self.waited_s = 0.0  # time that the trainer has waited for steps
         self.steps = 0
         self.bytes_fetched = 0  # bytes of received arrays, in the form in which they were sent
-        self.microbatches_per_step = microbatches  # Batch.microbatches of the job, if known
+        # Batch.microbatches of the job, if known; an evaluation accepts any number
+        self.microbatches_per_step = None if evaluation else microbatches
         self.world_size = world_size  # ranks of the mesh, if known
         self.evaluation = evaluation  # Job.evaluation: loaders begin anew at every pass
         self._shared: tuple[Mesh | None, Mesh | None, tuple[str, ...]] = (None, None, ())

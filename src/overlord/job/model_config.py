@@ -80,7 +80,7 @@ REFUSED = {
     "index_topk": "sparse attention",
     "cross_attention_layers": "cross-attention to images",
 }
-# keys that are no other shape if they equal another key
+# keys that state nothing new if they equal another key
 SAME_AS = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
 OWN = "give ov.Model(...) with the shapes, or a measured cost: ov.cost.fit"
 

@@ -192,6 +192,7 @@ class UserEvents:
                 f"set_mixture: expected a mapping of source name to weight, got {weights!r}"
             )
         [step] = whole_numbers("set_mixture", [] if at is None else [at]) or [None]
+        self._refuse_evaluation("set_mixture")
         given = {name: as_float(weight) for name, weight in weights.items()}
 
         def send(at: int) -> None:
@@ -200,6 +201,12 @@ class UserEvents:
 
         self._target.refuse_closed()
         return int(self._target.loop.call(lambda: self._at(step, send), "the planner"))
+
+    def _refuse_evaluation(self, what: str) -> None:
+        """Raise ``JobError`` for an evaluation, whose sources and their order are fixed."""
+        if self._target.generation.prepared.given.evaluation:
+            problem = "expected a job that trains, got an evaluation; evaluate another job"
+            raise JobError([problem], what)
 
     def _at(self, step: int | None, send: Callable[[int], None]) -> int:
         """Send an event for ``step``, or for the first step that is not planned yet; return it.
@@ -255,6 +262,7 @@ class UserEvents:
         target = self._target
         [step] = whole_numbers("add_source", [] if at is None else [at]) or [None]
         target.refuse_closed()
+        self._refuse_evaluation("add_source")
         with target.switching:
             # an addition that timed out may have succeeded since
             target.loop.call(lambda: self._runtime.settle(), "the planner")

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from overlord.client.caller_check import Ahead, nothing_ahead, refuse_sharing, taken_ahead
-from overlord.client.client import check_count
+from overlord.client.microbatch_count import check_count
 from overlord.client.world import process_groups
 from overlord.errors import JobError, StateMismatch
 from overlord.job.job import Job
@@ -217,7 +217,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
 
     def _per_step(self) -> int | None:
         """Return the microbatches of a step; None if any number is accepted, as in evaluation."""
-        if getattr(self.job or self._client, "evaluation", False):
+        if self.job is not None and self.job.evaluation:
             return None
         known: int | None = getattr(self._client, "microbatches_per_step", None)
         return known if self.job is None else self.job.batch.microbatches

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from overlord.client.caller_check import refuse_ahead
-from overlord.client.client import Step, check_count
+from overlord.client.client import Step
+from overlord.client.microbatch_count import check_count
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError, PlanError
 from overlord.job.job import Job
 from overlord.torch.microbatch_info import MicrobatchInfo

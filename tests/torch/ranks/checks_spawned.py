@@ -97,7 +97,9 @@ def evaluation_starts_anew_on_every_rank(out: Path) -> None:
     """Though one rank begins its next pass while the other has not taken the last step of the one
     before.
     """
-    with ot.StatefulLoader(job(PLACE, until=3), rewind=True, prefetch=1) as loader:
+    made = job(PLACE)
+    passes_of = ov.evaluation(made.sources, made.batch, PLACE, steps=3)
+    with ot.StatefulLoader(passes_of, prefetch=1) as loader:
         passes = []
         for _ in range(3):
             seen = []
