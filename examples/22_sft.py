@@ -1,7 +1,7 @@
 """Fine-tune a small model on conversations: the loss is that of the assistant's tokens alone.
 
 The chat template has no generation tags. The tokens with a loss follow from tracing it: the
-answers and their end-of-turn tokens. A row that is no conversation is quarantined.
+answers and their end-of-turn tokens. A row that is not a conversation is quarantined.
 
 Run it: python examples/22_sft.py
 """

@@ -130,8 +130,8 @@ WORDS = st.sampled_from(
 @st.composite
 def conversations(draw: st.DrawFn, system: bool = True) -> list[dict[str, str]]:
     """Draw a conversation of turns of user and assistant, whose contents often repeat."""
-    # The first word is visible after trimming.
-    content = st.builds(lambda words: "w" + "".join(words), st.lists(WORDS, max_size=6))
+    # Text remains after trimming, and where a template drops reasoning.
+    content = st.builds(lambda words: f"w{''.join(words)}w", st.lists(WORDS, max_size=6))
     pool = draw(st.lists(content, min_size=1, max_size=3))
     messages = []
     if system and draw(st.booleans()):

@@ -82,6 +82,8 @@ TESTS = {
     "session": ("unit/test_golden.py", *LAWS),
     "cluster": ("properties/test_plan_router.py", "properties/test_plan_router_images.py", *LAWS),
     "transforms": (
+        "unit/test_chat_templates.py",
+        "unit/test_chat.py",
         "unit/test_reader.py",
         "unit/test_image_header.py",
         "unit/test_image_items.py",
@@ -906,6 +908,63 @@ MUTATIONS = [
             "the answer of a read that was given up is taken",
             "if self._read_id is not read_id:",
             "if False:",
+        ),
+    ),
+    *_at(
+        "transforms/chat_spans.py",
+        ("a turn ends after its first special token", "return found[-1][1]", "return found[0][1]"),
+        ("text after the end of a turn trained", "found[-1][1] if found else last", "last"),
+        ("the opening of the next turn trained", "in opening:", "in ():"),
+        ("headers trained", "return first + len(header), header", "return first, header"),
+        (
+            "content outside of its turn accepted",
+            "if any(run.mark.turn != number",
+            "if not any(True",
+        ),
+        (
+            "content of others in a turn accepted",
+            "if any(run.mark.origin not in (-1, number)",
+            "if not any(True",
+        ),
+        ("a turn in several places accepted", "!= last - first:", "> last - first:"),
+        ("a turn without an end accepted", "if tail == last:", "if tail > last:"),
+        (
+            "tags of every turn trained",
+            "if not (weight := turns.weights[owner]):",
+            "if not (weight := 1.0):",
+        ),
+    ),
+    *_at(
+        "transforms/chat_encoder.py",
+        (
+            "tokens that begin before a span not trained",
+            "offsets[:, 1] > span.start",
+            "offsets[:, 0] >= span.start",
+        ),
+        (
+            "tokens that end after a span not trained",
+            "offsets[:, 0] < span.stop",
+            "offsets[:, 1] <= span.stop",
+        ),
+        (
+            "lost messages accepted",
+            ")) is None:\n                return made",
+            ")) or True:\n                return made",
+        ),
+    ),
+    *_at(
+        "transforms/chat_sandbox.py",
+        ("steps without bound", "if self.steps > (most", "if self.steps < -(most"),
+        ("text without bound", "if self.text > (most", "if self.text < -(most"),
+        (
+            "outputs without a turn",
+            "return written(value, self._now.turns[-1])",
+            "return written(value, -1)",
+        ),
+        (
+            "the loop inside a loop keeps its turn",
+            "self._now.turns.pop()",
+            "self._now.turns.pop(0)",
         ),
     ),
     *_at(

@@ -112,7 +112,11 @@ def test_parts_of_text_are_joined_for_templates_that_take_only_text(folders):
     assert "hellohello<" in encoder.render(spaced)[0]
 
 
-GOOD_PART = {"type": "text", "text": "x"}
+def test_texts_become_parts_for_templates_that_take_only_parts(folders):
+    text = chats.template("vision").replace("message.content is string", "false")
+    encoder = build_chat_encoder(ov.Chat(folders["vision"], template=text))
+    given = build_chat_encoder(ov.Chat(folders["vision"]))
+    assert encoder.render(TALK) == given.render(TALK)
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,48 @@ def test_text_after_the_last_turn_is_not_trained(encoders):
     assert trained(encoders("chatml", template=text), TALK)[1] == "fine<|im_end|>"
 
 
+def test_a_loop_over_numbers_gives_the_same_spans(encoders):
+    text = chats.template("chatml").replace(
+        "{% for message in messages %}",
+        "{% for i in range(messages | length) %}{% set message = messages[i] %}",
+    )
+    assert trained(encoders("chatml", template=text), TALK) == trained(encoders("chatml"), TALK)
+    marked = chats.template("chatml", True).replace(
+        "{% for message in messages -%}",
+        "{% for i in range(messages | length) %}{% set message = messages[i] %}",
+    )
+    assert trained(encoders("chatml", template=marked), TALK) == trained(encoders("chatml"), TALK)
+
+
+def test_tags_without_any_loop_are_used_where_all_turns_count_alike(encoders):
+    text = (
+        "{{ messages[0].content }}{% generation %}{{ messages[1].content }}!{% endgeneration %}"
+        "{{ messages[2].content }}{% generation %}{{ messages[3].content }}!{% endgeneration %}"
+    )
+    assert trained(encoders("chatml", template=text), TALK) == ["hello there!", "fine!"]
+    reason = refusal(encoders("chatml", template=text, train_on="last"), TALK)
+    assert "expected {% generation %} after a message of the assistant" in reason
+
+
+@pytest.mark.parametrize("opening", ["<|im_start|>user\n", "<|im_start|>", "<s>[INST] "])
+def test_the_opening_of_the_next_turn_is_not_trained(encoders, opening):
+    model = "mistral" if "INST" in opening else "chatml"
+    end = "eos_token" if model == "mistral" else "'<|im_end|>'"
+    text = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ " + end + " }}"
+        "{% if not loop.last %}OPEN{% endif %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}HEAD{% endif %}"
+    ).replace("OPEN", opening)
+    head = "" if model == "mistral" else "<|im_start|>assistant\n"
+    text = text.replace("HEAD", head).replace(
+        "{{ m.content }}", "{% if m.role == 'assistant' %}" + head + "{% endif %}{{ m.content }}", 1
+    )
+    end = "</s>" if model == "mistral" else "<|im_end|>"
+    found = trained(encoders(model, template=text), TALK)
+    assert found == [f"hello there{end}", f"fine{end}"]
+
+
 LOOP = "{% for m in messages %}<|im_start|>{{ m.role }} BODY<|im_end|>{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 
@@ -163,7 +205,10 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{{ messages[0].content }}" + PROMPT, "expected the template to write it in its loop"),
+        (
+            "{{ messages | map(attribute='content') | join }}" + PROMPT,
+            "expected the template to write it in its loop",
+        ),
         (
             LOOP.replace("BODY", "{{ m.content }}") + "{{ messages[1].content }}" + PROMPT,
             "expected its content inside its turn",
@@ -179,6 +224,14 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
         (
             LOOP.replace("BODY", "{{ m.content }}").replace("<|im_end|>", "") + PROMPT,
             "expected the template to end the turn",
+        ),
+        (
+            LOOP.replace("BODY", "{{ m.content if m.role == 'user' else '' }}") + PROMPT,
+            "message 1: expected the template to write its content, got none of it",
+        ),
+        (
+            LOOP.replace("BODY", "{{ m.content if m.role == 'assistant' else '' }}") + PROMPT,
+            "message 0: expected the template to write its content, got none of it",
         ),
         (
             LOOP.replace("BODY", "{{ m.content | urlencode }}"),

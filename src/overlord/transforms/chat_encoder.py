@@ -18,7 +18,7 @@ from overlord.sample import Ragged
 from overlord.transforms.chat import Chat, chat_digest, templates_of
 from overlord.transforms.chat_content import DEFAULT, TOKENS, WITH_TOOLS, read_chat_tokenizer
 from overlord.transforms.chat_messages import BadConversation, Conversation, conversation
-from overlord.transforms.chat_spans import NoSpan, Span, Turns, spans_of
+from overlord.transforms.chat_spans import NoSpan, Span, SpecialTokens, Turns, spans_of
 from overlord.transforms.chat_text import TracedText, Untraceable, plain
 from overlord.transforms.tokenize import TEXTS_PER_BATCH
 from overlord.transforms.tokenizer_engines import SpanEngine, load_span_engine
@@ -42,7 +42,7 @@ class ChatEncoder:
     engine: SpanEngine
     templates: Mapping[str, Template]  # by name: for rows without and with tools
     variables: Mapping[str, Any]  # of every rendering
-    special: re.Pattern[str]
+    special: SpecialTokens
     dtype: np.dtype[Any]
     content: str  # digest of the tokenizer and the templates
 
@@ -74,19 +74,32 @@ class ChatEncoder:
         spec = self.spec
         given = tools if spec.tools is None or isinstance(spec.tools, str) else list(spec.tools)
         made = conversation(messages, given)
-        try:
-            text = self._rendered(made)
-        except BadRendering:
-            # Some templates accept only text as content.
-            if (joined := made.without_parts()) is None:
-                raise
-            made, text = joined, self._rendered(joined)
+        made, text = self._rendered_form(made)
         if not spec.has_weights:
             return plain(text), []
         weights = self._weights(made)
         if not any(weights.values()):
             raise BadConversation("expected a message of the assistant with a loss, got none")
         return plain(text), self._spans(made, text, weights)
+
+    def _rendered_form(self, given: Conversation) -> tuple[Conversation, TracedText]:
+        """Return the first form of a conversation that the template writes with all its messages.
+
+        Raises BadRendering with the fault of the given form.
+        """
+        first: BadRendering | None = None
+        for made in given.forms():
+            try:
+                text = self._rendered(made)
+            except BadRendering as fault:
+                first = first or fault
+                continue
+            if (lost := made.lost({mark.origin for _, mark in text.runs})) is None:
+                return made, text
+            problem = f"message {lost}: expected the template to write its content, got none of it"
+            first = first or BadRendering(problem)
+        assert first is not None, "there is at least one form"
+        raise first
 
     def _weights(self, made: Conversation) -> dict[int, float]:
         """Return the weights of the assistant's messages, as ``train_on`` selects them."""
@@ -108,16 +121,13 @@ class ChatEncoder:
 
         try:
             turns = Turns(weights, prompt, template.has_generation)
-            spans = spans_of(text, turns, self._last_special)
+            spans = spans_of(text, turns, self.special)
         except NoSpan as fault:
             reason = str(fault)
             raise NoSpan(reason if REMEDY in reason else f"{reason}; {REMEDY}") from None
         if not spans:
             raise NoSpan("expected {% generation %} around the messages to train on, got none")
         return spans
-
-    def _last_special(self, text: str, start: int, stop: int) -> int:
-        return max((found.end() for found in self.special.finditer(text, start, stop)), default=-1)
 
     def _template(self, made: Conversation) -> Template:
         return self.templates[WITH_TOOLS if made.tools else DEFAULT]
@@ -205,10 +215,19 @@ def build_chat_encoder(spec: Chat, source: str = "") -> ChatEncoder:
         engine,
         templates,
         variables,
-        re.compile("|".join(map(re.escape, special)) or "(?!)"),
+        _special_tokens(special, tokens.get("bos_token", "")),
         np.min_scalar_type(engine.top),
         chat_digest(spec, source),
     )
+
+
+def _special_tokens(longest_first: Sequence[str], bos: str) -> SpecialTokens:
+    pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+    def find(text: str, start: int, stop: int) -> list[tuple[int, int]]:
+        return [found.span() for found in pattern.finditer(text, start, stop)]
+
+    return SpecialTokens(find, bos)
 
 
 def check_chat_content(encoder: ChatEncoder, wanted: str, source: str) -> None:

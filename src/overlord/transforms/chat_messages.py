@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,22 +43,36 @@ class Conversation:
     tools: list[dict[str, Any]] | None
     weights: dict[int, float]  # by the number of the message
 
-    def without_parts(self) -> Conversation | None:
-        """Return the conversation with texts in place of lists of text parts; None: no change.
+    def forms(self) -> Iterator[Conversation]:
+        """Yield the conversation as given, then with contents as texts, then as lists of parts.
 
-        A list with another part than text stays a list.
+        Some templates accept only one of these. A list with other parts than text stays a list.
         """
-        joined = tuple(
-            {**m, "content": "".join(p["text"] for p in m["content"])} if _only_text(m) else m
-            for m in self.messages
-        )
-        unchanged = all(a is b for a, b in zip(joined, self.messages, strict=True))
-        return None if unchanged else Conversation(joined, self.tools, self.weights)
+        yield self
+        for form in (_as_text, _as_parts):
+            messages = tuple({**m, "content": form(m["content"])} for m in self.messages)
+            if messages != self.messages:
+                yield Conversation(messages, self.tools, self.weights)
+
+    def lost(self, found: Container[int]) -> int | None:
+        """Return the first message with text that is not in ``found``; None: all are."""
+        for number, message in enumerate(self.messages):
+            content = _as_text(message["content"])
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            has_text = any((part.get("text") or "").strip() for part in parts)
+            if (has_text or message.get("tool_calls")) and number not in found:
+                return number
+        return None
 
 
-def _only_text(message: dict[str, Any]) -> bool:
-    content = message.get("content")
-    return isinstance(content, list) and all(part["type"] == "text" for part in content)
+def _as_text(content: Any) -> Any:
+    if isinstance(content, list) and all(part["type"] == "text" for part in content):
+        return "".join(part["text"] for part in content)
+    return content
+
+
+def _as_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def conversation(messages: Any, tools: Any = None) -> Conversation:

@@ -95,6 +95,8 @@ class _Rendering:
 
     size: int = 0  # characters of the variables, by which the bounds grow
     turns: list[int] = field(default_factory=lambda: [-1])
+    # For each loop, whether its items are messages.
+    by_item: list[bool] = field(default_factory=lambda: [False])
     steps: int = 0
     text: int = 0
 
@@ -137,6 +139,12 @@ class _Loops(NodeTransformer):
             node,
             _statement("end_loop", [], node.lineno),
         ]
+
+    def visit_Assign(self, node: nodes.Assign) -> nodes.Node | list[nodes.Node]:  # noqa: N802
+        if not isinstance(node.target, nodes.Name):
+            return node
+        value = nodes.Name(node.target.name, "load")
+        return [node, _statement("assigned", [value], node.lineno)]
 
 
 def _statement(name: str, arguments: list[nodes.Expr], line: int) -> nodes.ExprStmt:
@@ -245,14 +253,23 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def begin_loop(self) -> None:
         self._now.turns.append(self._now.turns[-1])
+        self._now.by_item.append(False)
 
     def next_pass(self, item: Any) -> None:
         self._now.count()
         if (number := Message.number_of(item)) >= 0:
             self._now.turns[-1] = number
+            self._now.by_item[-1] = True
+
+    def assigned(self, value: Any) -> None:
+        """Follow ``{% set message = messages[i] %}`` in a loop over numbers."""
+        number = Message.number_of(value)
+        if number >= 0 and len(self._now.turns) > 1 and not any(self._now.by_item):
+            self._now.turns[-1] = number
 
     def end_loop(self) -> None:
         self._now.turns.pop()
+        self._now.by_item.pop()
 
     # Overridden operations of the sandbox.
 

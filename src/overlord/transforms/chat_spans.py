@@ -18,8 +18,13 @@ class NoSpan(Exception):
     """Raised if the span of a message does not follow from the template with certainty."""
 
 
-# (text, start, stop) -> the end of the last special token in that part of the text; -1: none.
-LastSpecial = Callable[[str, int, int], int]
+@dataclass(frozen=True, slots=True)
+class SpecialTokens:
+    """The special tokens of a vocabulary."""
+
+    # (text, start, stop) -> (start, stop) of each special token in that part of the text
+    find: Callable[[str, int, int], list[tuple[int, int]]]
+    bos: str = ""  # the token that begins a text
 
 
 class Span(NamedTuple):
@@ -48,10 +53,10 @@ class Turns:
     has_generation: bool  # whether the template has {% generation %}
 
 
-def spans_of(text: TracedText, turns: Turns, special: LastSpecial) -> list[Span]:
+def spans_of(text: TracedText, turns: Turns, special: SpecialTokens) -> list[Span]:
     """Return the spans of the messages to train on, in the order of the text.
 
-    ``special`` finds the special tokens of the vocabulary.
+    ``special``: those of the vocabulary.
     """
     runs = _runs(text)
     if turns.has_generation:
@@ -78,12 +83,14 @@ def _marked_spans(runs: Sequence[_Run], turns: Turns) -> list[Span]:
     """
     out: list[Span] = []
     reached = -1
+    untold = all(run.mark.turn < 0 for run in runs) and len(set(turns.weights.values())) == 1
     for run in runs:
         if run.mark.turn >= 0:
             reached = run.mark.turn
         if not run.mark.generated:
             continue
-        owner = max((n for n in turns.weights if n <= reached), default=-1)
+        # Without a loop over messages, all turns must have the same weight.
+        owner = max((n for n in turns.weights if n <= reached or untold), default=-1)
         if owner < 0:
             raise NoSpan("expected {% generation %} after a message of the assistant, got none")
         if not (weight := turns.weights[owner]):
@@ -100,7 +107,7 @@ def _derived_span(
     runs: Sequence[_Run],
     number: int,
     prompt: Callable[[int], TracedText],
-    special: LastSpecial,
+    special: SpecialTokens,
 ) -> Span:
     where = f"message {number}"
     own = [run for run in runs if run.mark.turn == number]
@@ -115,8 +122,10 @@ def _derived_span(
     if any(run.mark.origin not in (-1, number) for run in own):
         raise NoSpan(f"{where}: expected its own content, got that of another message")
     lead, tail = (content[0].start, content[-1].stop) if content else (last, first)
-    start = _after_prompt(text, runs, prompt(number), (first, lead, last), where)
-    stop = _end(text, max(start, tail), last, special)
+    start, header = _after_prompt(text, runs, prompt(number), (first, lead, last), where)
+    written = plain(text)[first:lead] if content else ""
+    opening = _texts(special, written) | _texts(special, header) | {special.bos}
+    stop = _end(text, (max(start, tail), last), special, opening)
     if tail == last:
         raise NoSpan(f"{where}: expected the template to end the turn, got no text after it")
     return Span(start, stop, 1)
@@ -128,8 +137,10 @@ def _after_prompt(
     prompt: TracedText,
     turn: tuple[int, int, int],
     where: str,
-) -> int:
-    """Return where a turn continues its prompt; ``turn``: its start, first content and end.
+) -> tuple[int, str]:
+    """Return where a turn continues its prompt, and the text that the prompt has for it.
+
+    ``turn``: its start, first content and end.
 
     The texts after the last content before the turn are compared, with and without the prompt.
     """
@@ -145,19 +156,28 @@ def _after_prompt(
         raise NoSpan(f"{where}: expected a prompt that begins with {tail!r}, got {added!r}")
     header = added[len(tail) :]
     if whole[first:last].startswith(header):
-        return first + len(header)
+        return first + len(header), header
     # The prompt has more text, such as "<think>", than this turn has before its content.
     if header.startswith(whole[first:lead]):
-        return lead
+        return lead, header
     raise NoSpan(
         f"{where}: expected it to begin with its prompt {header!r}, got {whole[first:lead]!r}"
     )
 
 
-def _end(text: TracedText, content: int, last: int, special: LastSpecial) -> int:
+def _texts(special: SpecialTokens, text: str) -> set[str]:
+    return {text[start:stop] for start, stop in special.find(text, 0, len(text))}
+
+
+def _end(text: TracedText, rest: tuple[int, int], special: SpecialTokens, opening: set[str]) -> int:
     """Return the end of a turn: after its last special token, or all of it if it has none.
 
-    Only text of the template, after the content, is examined.
+    ``rest``: the text of the template after the content. A token that opens turns begins the next.
     """
-    found = special(plain(text), content, last)
-    return last if found < 0 else found
+    start, last = rest
+    found = special.find(plain(text), start, last)
+    for k, (begin, stop) in enumerate(found):
+        if plain(text)[begin:stop] in opening:
+            last, found = begin, found[:k]
+            break
+    return found[-1][1] if found else last
