@@ -101,6 +101,7 @@ NEEDS = {
     "16_hdp.py": "torch",
     "17_tempbalance.py": "torch",
     "22_sft.py": "torch",
+    "24_evaluation.py": "torch",
 }
 LONGER = (
     "08_",
@@ -109,6 +110,7 @@ LONGER = (
     "14_",
     "15_",
     "16_",
+    "24_",
     "17_",
     "22_",
 )  # whole training loops, or several modules
