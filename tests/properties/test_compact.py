@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from overlord.buffer_pool import BufferPool
 from overlord.constructor import compact as module
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.compact import (
     IDS,
     Expander,
@@ -21,7 +22,7 @@ from overlord.constructor.compact import (
     layout_of,
     smallest_id_type,
 )
-from overlord.constructor.pack import BatchArrays, build_arrays, new_buffer
+from overlord.constructor.pack import build_arrays, new_buffer
 from overlord.constructor.rank_views import of_stage
 from overlord.plan.view import View
 from tests.properties.test_pack import steps

@@ -28,6 +28,10 @@ SAYS = {
         " to 0.0",
         "quarantined: message 0: expected a role of system, developer, user",
     ],
+    "20_packing.py": [
+        "176 pieces continue a document of an earlier chunk",
+        "compiled 1 time(s) for 160 microbatches",
+    ],
     "03_resume.py": [
         "step 3 on 3 ranks: 24 samples, the same",
         "step 5 on 3 ranks: 24 samples, the same",

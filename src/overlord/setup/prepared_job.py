@@ -184,7 +184,7 @@ class PreparedJob:
             max_age=job.max_age,
             prefer=getattr(schedule, "prefer", None),
             consume=self._consume(),
-            overflow=job.overflow,
+            overflow="defer" if job.batch.defers else job.overflow,
             prefetch=options.prefetch,
             read_ahead=options.read_ahead or READ_AHEAD,
             images=self.images is not None,
