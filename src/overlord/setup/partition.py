@@ -181,7 +181,7 @@ def shares_of(prepared: PreparedJob) -> list[float]:
     If a batch counts tokens, sources with long samples are drawn from less often.
     """
     weights = weights_of(prepared)
-    if prepared.job.batch.tokens is not None:
+    if prepared.job.batch.mixes_tokens:
         weights = [w / max(1.0, t) for w, t in zip(weights, tokens_of(prepared), strict=True)]
     total = sum(weights) or 1.0
     return [w / total for w in weights]
@@ -209,11 +209,10 @@ def sample_tokens(prepared: PreparedJob) -> float:
 def batch_samples(prepared: PreparedJob) -> int:
     """Return the number of samples in a step."""
     batch = prepared.job.batch
-    return (
-        batch.samples
-        if batch.samples is not None
-        else max(1, round((batch.tokens or 1) / max(1.0, sample_tokens(prepared))))
-    )
+    if batch.samples is not None and not batch.in_chunks:
+        return batch.samples
+    tokens = batch.tokens_of_chunks or batch.tokens or 1
+    return max(1, round(tokens / max(1.0, sample_tokens(prepared))))
 
 
 def other_work_s(prepared: PreparedJob) -> float:
