@@ -62,7 +62,9 @@ def _links(page: Path, text: str) -> list[Path]:
 
 def on_files(files: Files, config: MkDocsConfig, **_: Any) -> Files:
     """Add a page for each file outside docs to which a page links, also indirectly."""
-    open_pages = [(Path(f.abs_src_path), None) for f in files.documentation_pages() if f.abs_src_path]
+    open_pages = [
+        (Path(f.abs_src_path), None) for f in files.documentation_pages() if f.abs_src_path
+    ]
     seen: set[Path] = set()
     while open_pages:
         page, text = open_pages.pop()

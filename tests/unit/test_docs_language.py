@@ -43,7 +43,7 @@ def sentences(paragraph: str) -> list[str]:
     """Return the sentences of a paragraph; a span of code counts as a word."""
     plain = re.sub(r"`[^`]*`", "code", paragraph)
     plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", plain)
-    return re.split(r"(?<=[.:;!?])\s+", plain)
+    return re.split(r"(?<=[.:;!?])\**\s+", plain)
 
 
 def words(text: str) -> set[str]:
@@ -52,7 +52,7 @@ def words(text: str) -> set[str]:
     for paragraph in paragraphs(text):
         plain = re.sub(r"`[^`]*`|https?://\S+", " ", paragraph)
         plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", plain)
-        found |= {w.strip("'").lower() for w in re.findall(r"[A-Za-z][a-z']+", plain)}
+        found |= {w.strip("'").lower() for w in re.findall(r"\b[A-Za-z][a-z']+\b", plain)}
     return {word.removesuffix("'s") for word in found}
 
 
