@@ -73,6 +73,13 @@ def test_a_page_has_at_most_400_lines(page: Path):
         assert len(page.read_text(encoding="utf-8").splitlines()) <= LINES
 
 
+def test_the_readme_is_short_and_begins_with_code():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert len(text.split()) <= 900
+    assert "```python" in "\n".join(text.splitlines()[:12]), "code on the first screen"
+
+
 @pytest.fixture(scope="module")
 def dictionary() -> SpellChecker:
     checker = SpellChecker()
