@@ -14,12 +14,12 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from overlord.job.hooks import LOADER, of_kind
+from overlord.job.hooks import LOADER
 from overlord.planning.schedule.base import Base
 from overlord.process import resources
-from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, with_shards
+from overlord.scaling.loader_placement import LoaderPlacement, with_shards
 from overlord.scaling.partition import CLUSTER, Partition, PartitionLimits, Resources, partition
-from overlord.scaling.profile import JobProfile, SourceProfile
+from overlord.scaling.profile import JobProfile, SourceLoad, SourceProfile
 from overlord.setup.options import Options, n_cores, n_workers
 from overlord.setup.prepared_job import READ_AHEAD, PreparedJob
 from overlord.setup.profile_store import known, path_of, quick, save
@@ -255,7 +255,7 @@ def partition_of(
             per_actor=per_actor,
             loaders=dict(options.loaders or {}),
             sources_per_host=options.sources_per_host,
-            together=bool(of_kind(job.hooks, LOADER)),
+            together=bool(job.hooks_of(LOADER)),
             worth_s=worth_s,
             cluster=cluster,
         ),
@@ -340,11 +340,15 @@ def _local_loaders(prepared: PreparedJob) -> list[int]:
 def with_new_loaders(prepared: PreparedJob, runtime: str) -> PreparedJob:
     """Return a copy of a job with the profile and the number of loaders of its last source.
 
-    That source is to be added to a running job.
+    The source is to be added to a running job. If its rows are too cheap for a second process, it
+    has one loader, and nothing is measured.
     """
     name, made = prepared.job.names[-1], copy.copy(prepared)
     others = {n: k for n, k in (prepared.options.loaders or {}).items() if n != name}
     made.options = options = replace(prepared.options, loaders=others)
+    if runtime != "local" and loads_of(made)[-1].shares == 1:
+        made.options = replace(options, loaders={**others, name: 1})
+        return made
     if options.partition == "auto":
         found, have = known(made), prepared.profile or JobProfile()
         have = replace(
@@ -382,4 +386,4 @@ def scales(prepared: PreparedJob) -> bool:
     together. Without failover there is no replay buffer, which a move of a loader needs.
     """
     options = prepared.options
-    return bool(options.autoscale) and options.failover and not of_kind(prepared.job.hooks, LOADER)
+    return bool(options.autoscale) and options.failover and not prepared.job.hooks_of(LOADER)
