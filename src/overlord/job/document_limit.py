@@ -51,7 +51,9 @@ def problems(job: Job) -> list[str]:
         return []
     if job.hybrid:
         return _hybrid_problems(job)
-    if given is None or given <= batch.context or not isinstance(job.strategy, str):
+    if given is None or given <= batch.context or batch.in_chunks:
+        return []
+    if not isinstance(job.strategy, str):
         return []
     return [
         f"max_document: expected at most batch.context={batch.context} with strategy "

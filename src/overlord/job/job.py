@@ -16,7 +16,7 @@ from typing import Any
 from overlord import late_binding
 from overlord.checks import did_you_mean, is_int, is_real, one_of, shown_name, signature_problem
 from overlord.errors import JobError
-from overlord.job import document_limit, one_pass
+from overlord.job import document_limit, one_pass, packing
 from overlord.job.consumption import consume_problems
 from overlord.job.hooks import Hook, hook_problems
 from overlord.job.mixture_weights import mixture_problems, schedule_problems
@@ -317,9 +317,10 @@ class Job:
             raise JobError(problems, f"job {self.name!r}")
 
     def __repr__(self) -> str:
-        size = (
-            f"{self.batch.samples} samples" if self.batch.samples else f"{self.batch.tokens} tokens"
-        )
+        batch = self.batch
+        size = f"{batch.samples} samples" if batch.samples else f"{batch.tokens} tokens"
+        if batch.in_chunks:
+            size = f"{batch.chunks} chunks of {batch.context} tokens"
         how = f"{shown_name(self.strategy)}, sync {self.sync}"
         how = f"one pass, {how}" if self.evaluation else how
         return (
@@ -393,13 +394,13 @@ class Job:
         elif (
             isinstance(self.batch, Batch)
             and not self.hybrid  # the ring of each document decides its padding
-            and self.batch.context % self.document_multiple
+            and self.batch.context % (multiple := self.batch.context_multiple(self.place))
         ):
             what = "pad_multiple, cp" + (
                 ", tp for sequence_parallel" if self.batch.sequence_parallel else ""
             )
             found.append(
-                f"batch.context: expected a multiple of {self.document_multiple} ({what}), "
+                f"batch.context: expected a multiple of {multiple} ({what}), "
                 f"got {self.batch.context}"
             )
         multiple = self.place.count_multiple if isinstance(self.place, Mesh) else 1
@@ -465,6 +466,7 @@ class Job:
             + self._hook_problems()
             + self._look_ahead_problems()
             + self._limit_problems()
+            + self._packing_problems()
             + self._image_problems()
             + self._journal_problems()
         )
@@ -552,6 +554,9 @@ class Job:
         if self.max_document is None and not self.hybrid:
             return []
         return document_limit.problems(self)
+
+    def _packing_problems(self) -> list[str]:
+        return packing.problems(self) if isinstance(self.batch, Batch) and self.batch.pads else []
 
     def _image_problems(self) -> list[str]:
         """Return the problems of images: sources whose images have different forms."""

@@ -268,6 +268,7 @@ def with_added_sources(state: StreamState, n: int) -> StreamState:
             name: np.concatenate([c, np.zeros(more, np.int64)]) for name, c in state.counts.items()
         },
         ahead=(*state.ahead, *(np.zeros(0, np.int32),) * more) if state.ahead else (),
+        cut=(*state.cut, *(0,) * more) if state.cut else (),
     )
 
 

@@ -35,7 +35,8 @@ from overlord.messages.control import (
     StreamState,
 )
 from overlord.messages.data import Announce, DecodeFailures
-from overlord.planning.draw import Drawer, LoaderRequests, MissingSamples, RankProgress, lacking
+from overlord.planning.chunks import place_chunks, token_fronts
+from overlord.planning.draw import Front, LoaderRequests, MissingSamples, RankProgress, lacking
 from overlord.planning.mixture import (
     Feedback,
     Mixture,
@@ -100,14 +101,7 @@ class Planner:
         )
         # generation of the loaders of each source; restarting a source adds one
         self._generations = [generation] * len(spec.sources)
-        self._drawer = Drawer(
-            samples=spec.batch.samples,
-            tokens=spec.batch.tokens,
-            draws=spec.batch.microbatches if spec.mix_every == "microbatch" else 1,
-            random=spec.draw == "random",
-            seed=spec.seed,
-            fill=spec.until != "first",
-        )
+        self._drawer = spec.drawer()
         self._consumed = RankProgress()  # rank -> last step it took
         self._outstanding: list[int] = []  # planned steps that some rank has not taken
         self._waiting: dict[int, int] = {}  # source -> samples the blocked draw needs
@@ -462,7 +456,7 @@ class Planner:
         self._mix()
         state = self._state
         while True:
-            fronts = self._pool.fronts(self._streams) if self._pool else self._streams
+            fronts = self._fronts()
             drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, fronts)
             if isinstance(drawn, MissingSamples):
                 pulled = self._pool.open if self._pool else lambda i: 0
@@ -482,14 +476,23 @@ class Planner:
             if need := self._pool.pull(counts, self._streams, first, self.ledger):
                 return self._wait(need)
         self._waiting = {}
-        planned = self._close_step(
-            place_chosen(self._context(), drawn, self._pool, self._demand)
-            if self._pool
-            else place_drawn(self._context(), drawn, self._streams, self._demand, self.ledger)
-        )
+        if self._pool:
+            place = place_chunks if drawn.tokens else place_chosen
+            placed = place(self._context(), drawn, self._pool, self._demand)
+        else:
+            placed = place_drawn(self._context(), drawn, self._streams, self._demand, self.ledger)
+        planned = self._close_step(placed)
         if not planned.skipped:
             self._outstanding.append(planned.plan.step)
         return [planned, *self._demand.keep_ahead(np.sum(drawn.counts, axis=0))]
+
+    def _fronts(self) -> Sequence[Front]:
+        """Return the samples that the next draw can take, by source."""
+        if self._pool is None:
+            return self._streams
+        if self.spec.batch.in_chunks:
+            return token_fronts(self._pool, self._streams, self._state.cut)
+        return self._pool.fronts(self._streams)
 
     def _remove_lost(self) -> list[Command]:
         """Stop drawing from lost sources; return commands that free their held samples."""
@@ -571,6 +574,7 @@ class Planner:
             counts=self.ledger.counts(),
             events=still_in_force(state.events, state.step, state.mix_step, self._mixture.lag),
             ahead=() if self._pool is None else self._pool.ages(),
+            cut=step.cut,
             **self._mixture.saved(),
         )
         digest = plan.digest()

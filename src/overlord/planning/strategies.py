@@ -43,6 +43,8 @@ def vanilla(buffer: Buffer, place: Mesh) -> LoadingPlan:
 def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
     """Divide the stream into microbatches of about equal tokens, and give them to ranks in turn."""
     graph, n, context = _samples(buffer, place), place.n_buckets("DP"), buffer.batch.context
+    if buffer.chunk is not None:  # the stream is cut evenly already
+        return _plan(graph.balance("none"))
     graph.check_sizes(context)
     sizes = graph.sizes()
     m = max(
@@ -327,15 +329,15 @@ class RawPlan:
         columns: dict[str, Any] = Columns(
             {n: getattr(buffer, n) for n in IDS} | dict(buffer.meta), buffer.step
         )
-        if buffer.substep is not None:
-            columns["substep"] = buffer.substep
+        columns |= {n: c for n in ("substep", "chunk") if (c := getattr(buffer, n)) is not None}
         result = self._checked(
             self.fn(columns, place, buffer.batch, buffer.step), buffer, place.n_buckets(self.axis)
         )
         if "cost" in result:
             graph = graph.cost(lambda _: result["cost"])
         graph.check_sizes(buffer.batch.context)
-        microbatches = max(buffer.batch.microbatches, int(result["microbatch"].max(initial=0)) + 1)
+        least = buffer.batch.least_microbatches(place.n_buckets(self.axis))
+        microbatches = max(least, int(result["microbatch"].max(initial=0)) + 1)
         found = ItemPlacement(
             bucket=result["bucket"],
             microbatch=result["microbatch"],

@@ -240,10 +240,8 @@ class LocalRuntime:
         if (
             stage.kept is not None
         ):  # a held sample would keep all samples alive that were popped with it
-            pieces, stage = (
-                [Content.pick(pieces, stage.doc)],
-                replace(stage, doc=np.arange(len(stage.doc))),
-            )
+            pieces = [_copied(pieces, stage)]
+            stage = replace(stage, doc=np.arange(len(stage.doc)))
         tokens = Ragged.concat([p.tokens for p in pieces])
         staged = StepDocuments(stage, tokens, weights=Content.weights_of(pieces))
         if self._images is not None:
@@ -434,3 +432,15 @@ class LocalRuntime:
         self.planner.check()
         self.loading.check()
         self.building.check()
+
+
+def _copied(pieces: Sequence[Content], stage: PlannedStep) -> Content:
+    """Return a copy of the payload of each row of a plan: a sample, or a piece of one."""
+    plan = stage.plan
+    if plan.offset is None:
+        return Content.pick(pieces, stage.doc)
+    tokens, weights = Ragged.concat([p.tokens for p in pieces]), Content.weights_of(pieces)
+    spans = (stage.doc, plan.offset, plan.payload_tokens)
+    return Content(
+        tokens.take_spans(*spans), weights=None if weights is None else weights.take_spans(*spans)
+    )

@@ -198,7 +198,7 @@ class PreparedJob:
             max_age=job.max_age,
             prefer=getattr(schedule, "prefer", None),
             consume=self._consume(),
-            overflow=job.overflow,
+            overflow="defer" if job.batch.defers else job.overflow,
             prefetch=options.prefetch,
             read_ahead=options.read_ahead or READ_AHEAD,
             images=self.images is not None,
@@ -411,6 +411,7 @@ def _pipeline(job: Job, source: Source) -> Pipeline:
         seed=job.seed,
         context=job.document_limit,
         on_long=job.on_long,
+        cuts=job.batch.in_chunks,
     )
 
 

@@ -119,8 +119,9 @@ def _rows_in(later: Buffer, earlier: Buffer) -> np.ndarray:
     """Return the row in an earlier buffer of each sample of a later one."""
     if later is earlier:
         return np.arange(len(later))
+    names = IDS if later.offset is None or earlier.offset is None else (*IDS, "offset")
     ids = [
-        np.stack([getattr(buffer, name).astype(np.int64) for name in IDS], axis=1)
+        np.stack([getattr(buffer, name).astype(np.int64) for name in names], axis=1)
         for buffer in (earlier, later)
     ]
     _, number = np.unique(np.concatenate(ids), axis=0, return_inverse=True)
