@@ -329,7 +329,7 @@ class DGraph:
             objective = "iteration" if level in ONCE or not capacity else self.buffer.objective
         problem = PackingProblem(
             costs=graph.costs,
-            sizes=packing_sizes(self.sizes(), batch) if capacity else self.sizes(),
+            sizes=packing_sizes(self.sizes(), batch) if capacity and batch.fixed else self.sizes(),
             n_buckets=(n := self.mesh.n_buckets(self.axis)),
             capacity=capacity,
             group_size=self.group_size,
