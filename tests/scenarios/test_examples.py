@@ -28,6 +28,10 @@ SAYS = {
         " to 0.0",
         "quarantined: message 0: expected a role of system, developer, user",
     ],
+    "20_packing.py": [
+        "176 pieces continue a document of an earlier chunk",
+        "compiled 1 time(s) for 160 microbatches",
+    ],
     "03_resume.py": [
         "step 3 on 3 ranks: 24 samples, the same",
         "step 5 on 3 ranks: 24 samples, the same",
@@ -100,7 +104,9 @@ NEEDS = {
     "14_vlm_torchrun.py": "torch",
     "16_hdp.py": "torch",
     "17_tempbalance.py": "torch",
+    "20_packing.py": "torch",
     "22_sft.py": "torch",
+    "24_evaluation.py": "torch",
 }
 LONGER = (
     "08_",
@@ -109,7 +115,9 @@ LONGER = (
     "14_",
     "15_",
     "16_",
+    "24_",
     "17_",
+    "20_",
     "22_",
 )  # whole training loops, or several modules
 

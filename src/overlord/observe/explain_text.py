@@ -190,4 +190,5 @@ def _sample(e: SampleExplanation) -> str:
             ("", f"size {p.size:,}, cost {p.cost:.4g}: {p.share:.1%} of its bucket"),
             ("why", p.why),
         ]
+    rows += [("" if i else "pieces", text) for i, text in enumerate(e.pieces)]
     return "\n".join(name_value_lines(rows))

@@ -19,6 +19,7 @@ from overlord.plan.plan import (
     MAX_BINS,
     MOST,
     OPTIONAL_COLUMNS,
+    PIECE_COLUMNS,
     SAMPLE_COLUMNS,
     Assignment,
     LoadingPlan,
@@ -58,6 +59,8 @@ def write(plan: LoadingPlan) -> bytes:
     if (place := plan.place) is not None:
         head["place"] = _mesh(place)
     head["columns"] = {n: put(getattr(plan, n)) for n in SAMPLE_COLUMNS}
+    if plan.offset is not None:
+        head["columns"] |= {n: put(getattr(plan, n)) for n in PIECE_COLUMNS}
     head["modules"] = {
         name: {n: getattr(a, n) for n in (*NUMBERS, "axis", "memory_capacity")}
         | {"broadcast": list(a.broadcast)}
@@ -130,6 +133,7 @@ def _read(data: bytes) -> LoadingPlan:
         return array
 
     columns: dict[str, Any] = {n: get(head["columns"][n]) for n in SAMPLE_COLUMNS}
+    columns |= {n: get(head["columns"][n]) for n in PIECE_COLUMNS if n in head["columns"]}
     modules = {}
     for name, m in head["modules"].items():
         items = {n: get(m["columns"][n]) for n in (*ITEM_COLUMNS, *OPTIONAL_COLUMNS)}

@@ -300,8 +300,12 @@ def _loads(main: Assignment, batch: Batch, place: Mesh) -> tuple[np.ndarray, np.
     shape = (main.n_buckets, main.n_microbatches)
     counts = np.bincount(main.bins(), minlength=main.n_buckets * main.n_microbatches).reshape(shape)
     documents = np.maximum(counts, 1).sum(axis=1)
+    if batch.fixed:
+        documents = np.full(main.n_buckets, main.n_microbatches * batch.documents)
     if batch.layout == "padded":
         return documents * batch.context, documents
+    if batch.pads:
+        return np.full(main.n_buckets, main.n_microbatches * batch.context), documents
     tokens = np.bincount(main.bucket, weights=main.size, minlength=main.n_buckets).astype(np.int64)
     return tokens + (counts == 0).sum(axis=1) * batch.document_multiple(place), documents
 

@@ -18,7 +18,7 @@ from overlord.hashing import digest
 from overlord.job.hooks import Hook
 from overlord.job.job import Job, Source
 from overlord.loader.samples import SourceOrder
-from overlord.mesh import NOT_THE_STREAM
+from overlord.mesh import LATER_FIELDS, NOT_THE_STREAM
 from overlord.messages.control import AddSource, Cursor, SourceLost, StreamState
 from overlord.planning.schedule.base import has_state
 from overlord.planning.state_json import (
@@ -115,8 +115,15 @@ def source_mark(entries: Mapping[str, str], name: str) -> str:
 
 
 def batch_fields(job: Job) -> dict[str, Any]:
-    """Return the fields of the job's batch that shape the stream."""
-    return {k: v for k, v in asdict(job.batch).items() if k not in NOT_THE_STREAM}
+    """Return the fields of the job's batch that shape the stream.
+
+    Fields of packing and shape are left out at their defaults, as in earlier saved states.
+    """
+    found = {k: v for k, v in asdict(job.batch).items() if k not in NOT_THE_STREAM}
+    for field in fields(job.batch):
+        if field.name in LATER_FIELDS and found[field.name] == field.default:
+            del found[field.name]
+    return found
 
 
 def reading_text(source: Source) -> str:
@@ -198,6 +205,11 @@ def state_to_json(
             )
             else {}
         ),
+        **(
+            {"cut": {name: n for name, n in zip(names, state.cut, strict=False) if n}}
+            if any(state.cut)
+            else {}
+        ),
         "counts": {
             k: {name: n for name, n in zip(names, v.tolist(), strict=True) if n}
             for k, v in state.counts.items()
@@ -228,6 +240,7 @@ def state_from_json(
         problem = f"the state is damaged: {type(e).__name__}: {e}"
         raise StateMismatch({}, remedy, problem) from e
     _check_ahead(state, job)
+    _check_cut(saved, job)
     return _with_schedule(state, job, allow)
 
 
@@ -268,6 +281,9 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
         ahead=tuple(np.array(saved["ahead"].get(n, ()), np.int32) for n in names)
         if saved.get("ahead")
         else (),
+        cut=tuple(int(saved.get("cut", {}).get(n, 0)) for n in names)
+        if job.batch.in_chunks
+        else (),
         counts={
             k: np.array([v.get(n, 0) for n in names], np.int64) for k, v in saved["counts"].items()
         },
@@ -283,7 +299,7 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
 
 def _check_ahead(state: StreamState, job: Job) -> None:
     """Refuse a state with passed-over samples if the batch is counted in tokens."""
-    if job.batch.tokens is None or not any(map(len, state.ahead)):
+    if job.batch.tokens is None or job.batch.in_chunks or not any(map(len, state.ahead)):
         return
     raise StateMismatch(
         {
@@ -295,6 +311,15 @@ def _check_ahead(state: StreamState, job: Job) -> None:
         "continue with a batch in samples and look_ahead=1 until a state has no 'ahead'; change "
         "the batch then",
     )
+
+
+def _check_cut(saved: Mapping[str, Any], job: Job) -> None:
+    """Refuse a state with cut samples for a job that takes whole samples, and the reverse."""
+    if saved.get("cut") and not job.batch.in_chunks:
+        raise StateMismatch(
+            {"cut": ("samples of which steps have received a part", "a batch of whole samples")},
+            'continue with packing="concat"; the end of an epoch or of the data has no cut sample',
+        )
 
 
 def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> StreamState:

@@ -2,10 +2,10 @@
 
 The time of a step is then the sum, over microbatch indices, of the slowest rank. So the tasks of an
 index, a *level*, should take equally long. The longest document that is left begins a level and
-sets its time by the size of its ring; others get the smallest ring that is no slower. Of some sizes
-of the first ring the one counts with which the level wastes least. Packs of short documents fill
-ranks that are free; those that are left make levels of packs of equal time. In a level the rank
-with the least work so far gets the longest pack, so ranks also end together.
+sets its time by the size of its ring; others get the smallest ring that is no slower. Several sizes
+of the first ring are tried, and the one with the least idle time is used. Packs of short documents
+fill free ranks; the other packs form levels of equal time. In a level the rank with the least work
+so far gets the longest pack, so ranks also end together.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from overlord.planning.balance.hybrid_rules import HybridRules
 from overlord.planning.balance.ring_placement import Rings
 from overlord.planning.cost.ring import RingCosts
 
-TRIES = 6  # ring sizes of the first document of a level
-WIDER = 1.1  # from one ring size of several nodes to the next
+TRIES = 6  # ring sizes that are tried for the first document of a level
+WIDER = 1.1  # ratio of consecutive ring sizes above one node
 UNITS = 1 << 20  # parts of a full pack
-ALIKE = 1.1  # times of a mean pack: documents above it are long
+ALIKE = 1.1  # a document is long if it takes more than this many times a mean pack
 
 
 def placed(

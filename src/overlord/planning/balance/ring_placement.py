@@ -2,7 +2,7 @@
 
 ``in_blocks`` places rings of a chain from the largest size to the smallest, those of a size by LPT
 over its blocks. All ranks of a block then have the same tasks so far, and a ring starts on all its
-members at once: nobody waits, and indices are equal and dense by themselves. ``side_by_side``
+members at once: no rank waits, and indices are equal and dense by themselves. ``side_by_side``
 places few rings of whole nodes before them, whose sizes need not divide each other. ``listed``
 places rings of any size on the least busy ranks, where members may wait for each other.
 """
