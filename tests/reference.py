@@ -122,6 +122,19 @@ def samples(
             raise ValueError(f"{source.name}: epoch {epoch} has no sample")
 
 
+def within_budget(stream: Iterator[Sample], source: Source, job: Job) -> Iterator[Sample]:
+    """End a stream before the sample that exceeds `max_tokens`; in chunks, inside that sample."""
+    left = source.max_tokens
+    if left is None:
+        yield from stream
+        return
+    while left > 0 and (sample := next(stream, None)) is not None:
+        if len(sample[1]) > left and job.batch.packing == "documents":
+            return
+        left -= len(sample[1])
+        yield sample
+
+
 def rows_in_order(
     job: Job, source: Source, chunks: list[Chunk], epoch: int
 ) -> Iterator[tuple[int, int, Any]]:
@@ -188,7 +201,10 @@ class Mixer:
         self.job = job
         self.mixture, self.reports, self.joins = copy.deepcopy(job.mixture), reports, joins
         self.asked: tuple[int, Any] = (-1, None)  # the last step, and the mixture's result for it
-        self.streams = [samples(job, source, quarantine, long) for source in job.sources]
+        self.streams = [
+            within_budget(samples(job, source, quarantine, long), source, job)
+            for source in job.sources
+        ]
         self.active = [True] * len(self.streams)
         self.owed = [0] * len(self.streams)
         self.picks = 0  # random picks made in this step

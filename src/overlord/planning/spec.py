@@ -43,6 +43,7 @@ class SourceSpec:
     leaves: bool = False
     # the source's own weight, used if it was added in mid-run and the mixture does not name it
     weight: float = 0.0
+    max_tokens: int | None = None  # most tokens that the job draws from the source
 
     def stream(self, cursor: Cursor) -> SourceStream:
         """Return a new stream of the source that starts at ``cursor``."""

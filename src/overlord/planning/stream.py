@@ -149,6 +149,17 @@ class SourceStream:
                 break
         return count, held
 
+    def samples_within(self, tokens: int) -> tuple[int, int]:
+        """Return the most ready samples with at most ``tokens`` in all, and their tokens."""
+        count = held = 0
+        for segment in self._segments:
+            base = int(segment.tokens[segment.start])
+            k = int(np.searchsorted(segment.tokens, base + tokens - held, side="right")) - 1
+            count, held = count + k - segment.start, held + int(segment.tokens[k]) - base
+            if k < segment.size:
+                break
+        return count, held
+
     def add(self, announcement: Announce, ordinal: int) -> None:
         """Add an announcement of loader ``ordinal``, counted from 0 within the source."""
         if self.error is not None or self._exhausted:

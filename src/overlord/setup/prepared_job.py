@@ -163,6 +163,7 @@ class PreparedJob:
             files=tuple(f.path for f in self.indexes[i].files),
             meta=self.pipelines[i].meta_names,
             weight=float(source.weight),
+            max_tokens=source.max_tokens,
         )
 
     def planner(self, state: StreamState | None = None) -> Planner:
