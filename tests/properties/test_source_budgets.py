@@ -28,12 +28,24 @@ from tests.properties.test_stream import (
 from tests.reference import reference_stream
 from tests.worlds import World, folder, some_steps, worlds
 
+EPOCHS = st.lists(
+    st.one_of(st.none(), st.sampled_from((0.25, 0.5, 1.5, 2.25, 7 / 3, 0.9))), min_size=4, max_size=4
+)
 TOKENS = st.lists(st.one_of(st.none(), st.integers(45, 900)), min_size=4, max_size=4)
 
 
 def with_budgets(job: ov.Job, tokens: list[int | None]) -> ov.Job:
     """The job with a token budget for each of its sources."""
     sources = [replace(s, max_tokens=n) for s, n in zip(job.sources, tokens, strict=False)]
+    return replace(job, sources=sources)
+
+
+def with_epochs(job: ov.Job, epochs: list[float | None]) -> ov.Job:
+    """The job with other epochs for each source that has a number of them."""
+    sources = [
+        replace(s, epochs=n if n and s.epochs else s.epochs)
+        for s, n in zip(job.sources, epochs, strict=False)
+    ]
     return replace(job, sources=sources)
 
 
@@ -59,13 +71,26 @@ def test_the_stream_equals_the_reference(
         assert delivered(got, len(got[0])) == steps
 
 
-@given(worlds(), TOKENS, st.integers(0, 2**20), st.integers(1, 4))
-@examples(15)
-def test_restored_at_every_step_the_rest_is_identical_to_the_byte(
-    world: World, tokens: list[int | None], seed: int, loaders: int
+@given(worlds(), EPOCHS, st.integers(0, 2**20))
+@examples(150)
+def test_fractional_epochs_equal_the_reference(
+    world: World, epochs: list[float | None], seed: int
 ) -> None:
     with folder() as directory:
-        job = with_budgets(world.job(directory), tokens)
+        job = with_epochs(world.job(directory), epochs)
+        steps, broken, _ = wanted(job)
+        got, error, _, end = run(job, seed, loaders={"s0": 1 + seed % 3})
+        assert (error is not None) == broken, error
+        assert delivered(got, len(got[0])) == steps
+
+
+@given(worlds(), EPOCHS, TOKENS, st.integers(0, 2**20), st.integers(1, 4))
+@examples(15)
+def test_restored_at_every_step_the_rest_is_identical_to_the_byte(
+    world: World, epochs: list[float | None], tokens: list[int | None], seed: int, loaders: int
+) -> None:
+    with folder() as directory:
+        job = with_epochs(with_budgets(world.job(directory), tokens), epochs)
         check_restores(job, seed, loaders)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from overlord.checks import is_int, is_real
@@ -37,9 +36,4 @@ def problems(at: str, epochs: Any, max_tokens: Any) -> list[str]:
 def is_endless(source: Source) -> bool:
     """Return whether a source repeats forever."""
     return source.epochs is None and source.max_tokens is None
-
-
-def whole_epochs(epochs: float | None) -> int | None:
-    """Return the number of epochs that a source begins; None: no limit."""
-    return None if epochs is None else math.ceil(epochs)
 
