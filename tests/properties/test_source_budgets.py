@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
+from overlord.setup.options import Options
+from overlord.setup.prepared_job import PreparedJob
 from tests.laws import examples
 from tests.properties.test_concat import concat_worlds
 from tests.properties.test_concat import delivered as delivered_chunks
@@ -26,7 +28,7 @@ from tests.properties.test_stream import (
     wanted,
 )
 from tests.reference import reference_stream
-from tests.worlds import World, folder, some_steps, worlds
+from tests.worlds import Rows, World, folder, some_steps, worlds
 
 EPOCHS = st.lists(
     st.one_of(st.none(), st.sampled_from((0.25, 0.5, 1.5, 2.25, 7 / 3, 0.9))), min_size=4, max_size=4
@@ -166,3 +168,55 @@ def test_chunks_hold_budgets_to_the_token(
                 if source.epochs is None and source.max_tokens is not None:
                     assert tokens_drawn(job, got)[source.name] == source.max_tokens
         check_restores(job, seed, 1 + seed % 3)
+
+
+@given(
+    worlds(formats=("parquet", "dataset", "megatron", "jsonl"), endless=False),
+    TOKENS,
+    st.sampled_from((1, 1.5, 2, 2.25)),
+    st.sampled_from((1, 1.5, 2, 2.75)),
+    st.integers(0, 2**20),
+)
+@examples(60)
+def test_a_run_resumed_with_other_budgets_continues_every_source_where_it_was(
+    world: World, tokens: list[int | None], first: float, second: float, seed: int
+) -> None:
+    """Whatever the budgets were, each source gives the prefix that the last ones allow."""
+    with folder() as directory:
+        plain = world.job(directory, until="all", overflow="grow")
+        before = with_epochs(with_budgets(plain, tokens), [first] * 4)
+        after = with_epochs(with_budgets(plain, tokens[::-1]), [second] * 4)
+        got, error, _, end = run(before, seed)
+        steps, broken, _ = wanted(after)
+        if error is not None or broken or not got[0]:
+            return
+        k = seed % len(got[0])
+        state = end if seed % 2 else state_after(before, got[0][k])
+        taken = got[0] if seed % 2 else got[0][: k + 1]
+        allow = tuple(f"source {name}: reading" for name in before.names)
+        uncounted = first != second and any(
+            not isinstance(s.uri, Rows) and "jsonl" in str(s.uri) for s in plain.sources
+        )
+        prepared = PreparedJob(after, Options())
+        try:
+            state = prepared.export(prepared.restore(state, allow))
+        except ov.StateMismatch as refused:
+            assert uncounted and "the number of its rows is unknown" in str(refused)
+            return
+        rest, error, _, _ = run(after, seed + 1, resume=state)
+        assert error is None, error
+        goal = by_source([[key for key, _ in step] for step in steps])
+        old = by_source([in_order(step.info) for step in taken])
+        both = by_source([in_order(step.info) for step in [*taken, *rest[0]]])
+        for name in before.names:
+            # a budget that was lowered below what was drawn adds nothing
+            assert both[name] == max(goal[name], old[name], key=len)
+
+
+def by_source(steps: list[list[Any]]) -> dict[str, list[Any]]:
+    """The samples of each source in the order of the stream."""
+    found = defaultdict[str, list[Any]](list)
+    for step in steps:
+        for key in step:
+            found[key[0]].append(key)
+    return found

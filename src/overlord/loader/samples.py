@@ -30,6 +30,7 @@ class SourceOrder:
     shuffle: bool
     shuffle_chunks: int
     partial: PartialEpoch | None = None  # the last epoch, if it ends early
+    rows_known: bool = True  # whether the index has the number of rows of every chunk
     # Cached orders of chunks by epoch: each is read once per group. Two epochs are cached, since
     # loaders may be in different ones.
     _orders: dict[int, np.ndarray] = field(

@@ -406,6 +406,7 @@ def _order(job: Job, source: Source, index: Index) -> SourceOrder:
         seed=job.seed,
         shuffle=source.shuffle,
         shuffle_chunks=job.shuffle_chunks,
+        rows_known=index.rows is not None,
     )
     if source.epochs is None:
         return order

@@ -20,7 +20,6 @@ from overlord.job.job import Job, Source
 from overlord.loader.samples import SourceOrder
 from overlord.mesh import LATER_FIELDS, NOT_THE_STREAM
 from overlord.messages.control import AddSource, Cursor, SourceLost, StreamState
-from overlord.planning.mixture import lost_sources
 from overlord.planning.schedule.base import has_state
 from overlord.planning.state_json import (
     event_in,
@@ -32,6 +31,7 @@ from overlord.planning.state_json import (
     state_problem,
 )
 from overlord.planning.strategies import RawPlan
+from overlord.setup.changed_budgets import with_changed_budgets
 from overlord.sources.index import Index, RemovedSource
 from overlord.transforms.pipeline import Pipeline
 
@@ -235,8 +235,8 @@ def state_from_json(
     """
     _check_form(saved)
     try:
-        changed = _check_fingerprint(saved, job, fingerprint, allow)
-        state = _begun_again(_state_of(saved, job, orders), job, changed)
+        allowed = _check_fingerprint(saved, job, fingerprint, allow)
+        state = with_changed_budgets(_state_of(saved, job, orders), job, orders, allowed)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
         remedy = "save and load the result of state_dict() unchanged"
         problem = f"the state is damaged: {type(e).__name__}: {e}"
@@ -299,19 +299,6 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
     )
 
 
-def _begun_again(state: StreamState, job: Job, changed: set[str]) -> StreamState:
-    """Return the state with sources active again if their budgets were changed.
-
-    The next draw finds out which of them have samples left. Lost sources stay inactive.
-    """
-    lost = {event.name for event in lost_sources(state.events)}
-    active = (
-        was or (f"source {name}: reading" in changed and name not in lost)
-        for name, was in zip(job.names, state.active, strict=True)
-    )
-    return replace(state, active=tuple(active))
-
-
 def _check_ahead(state: StreamState, job: Job) -> None:
     """Refuse a state with passed-over samples if the batch is counted in tokens."""
     if job.batch.tokens is None or job.batch.in_chunks or not any(map(len, state.ahead)):
@@ -361,10 +348,10 @@ def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> Stre
 
 def _check_fingerprint(
     saved: Mapping[str, Any], job: Job, now: Mapping[str, str], allow: tuple[str, ...]
-) -> set[str]:
-    """Return the entries that differ and that ``allow`` names; refuse other differences."""
+) -> dict[str, tuple[str, str]]:
+    """Return the differences that ``allow`` permits; raise ``StateMismatch`` for others."""
     differ, absent = _differences(saved, job, now)
-    allowed = differ.keys() & set(allow)
+    allowed = {entry: pair for entry, pair in differ.items() if entry in allow}
     differ = {entry: pair for entry, pair in differ.items() if entry not in allow}
     if not differ:
         return allowed
