@@ -126,11 +126,7 @@ def samples(
 
 
 def part_of(
-    rows: Iterator[tuple[int, int, Any]],
-    job: Job,
-    source: Source,
-    chunks: list[Chunk],
-    epoch: int,
+    rows: Iterator[tuple[int, int, Any]], job: Job, source: Source, chunks: list[Chunk], epoch: int
 ) -> Iterator[tuple[int, int, Any]]:
     """Return the rows of the last epoch if `epochs` is not a whole number."""
     part = Fraction(source.epochs) % 1

@@ -36,4 +36,3 @@ def problems(at: str, epochs: Any, max_tokens: Any) -> list[str]:
 def is_endless(source: Source) -> bool:
     """Return whether a source repeats forever."""
     return source.epochs is None and source.max_tokens is None
-

@@ -1,8 +1,8 @@
 """The last epoch of a source whose ``epochs`` is not a whole number, as a pure function.
 
-``docs/stream.md``, "Fractional epochs", specifies it. Where the index knows the rows of every chunk,
-the epoch is a prefix of its stream, exact to the row. Elsewhere it has whole chunks by their bytes,
-and a hash selects the rows of the last one.
+``docs/stream.md``, "Fractional epochs", specifies it. Where the index knows the rows of every
+chunk, the epoch is a prefix of its stream, exact to the row. Elsewhere it has whole chunks by their
+bytes, and a hash selects the rows of the last one.
 """
 
 from __future__ import annotations

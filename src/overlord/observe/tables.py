@@ -102,6 +102,25 @@ def progress_bar(err: Console, what: str, total: int) -> Iterator[Callable[[Any]
         )
 
 
+@contextmanager
+def step_counter(
+    err: Console, what: str, total: int | str | None
+) -> Iterator[Callable[[int], None]]:
+    """Show the number of finished steps on a terminal; a bar if ``total`` is a number.
+
+    The context value is a function that receives the number.
+    """
+    if isinstance(total, int):
+        with progress_bar(err, what, total) as advance:
+            yield advance
+        return
+    if not err.is_terminal:
+        yield lambda _: None
+        return
+    with err.status(f"{what} 0 steps") as status:
+        yield lambda done: status.update(f"{what} {done:,} steps")
+
+
 def run_view(
     job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Sequence[Mapping[str, Any]]
 ) -> RenderableType:

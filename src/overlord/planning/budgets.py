@@ -90,7 +90,7 @@ def fronts_of(
     for i, source in enumerate(spec.sources):
         if source.max_tokens is None:
             continue
-        left = max(0, source.max_tokens - int(drawn[i]))
+        left = max(0, source.max_tokens - drawn[i])
         if chunks:
             fronts[i] = TokenBudgetFront(fronts[i], left)
         elif pool is None:

@@ -85,7 +85,9 @@ def place_chunks(
 ) -> PlacedStep:
     """Cut the drawn tokens into chunks, and place these by the strategy.
 
-    ``counts``: the samples of each source that have these tokens. Raise ``PlanError`` for an invalid plan.
+    ``counts``: the samples of each source that have these tokens.
+
+    Raise ``PlanError`` for an invalid plan.
     """
     spec, state = context.spec, context.state
     pops = pool.number(demand.n_loaders)

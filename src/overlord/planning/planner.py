@@ -454,14 +454,14 @@ class Planner:
         if self._pool and (need := self._pool.restore(self._streams, first, self.ledger)):
             return self._wait(need)
         self._mix()
-        state = self._state
+        state, drawn_tokens = self._state, self.ledger.tokens.tolist()
         while True:
-            fronts = fronts_of(spec, state, self._streams, self._pool, self.ledger.tokens)
+            fronts = fronts_of(spec, state, self._streams, self._pool, drawn_tokens)
             drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, fronts)
             if isinstance(drawn, MissingSamples):
                 pulled = self._pool.open if self._pool else lambda i: 0
                 return self._wait({i: n - pulled(i) for i, n in drawn.need.items()})
-            check_begun(spec, state.active, drawn, self.ledger.tokens, self._streams)
+            check_begun(spec, state.active, drawn, drawn_tokens, self._streams)
             if any(map(sum, drawn.counts)):
                 break
             # Nothing was drawn: the job ends, or earlier long samples have used up the tokens.

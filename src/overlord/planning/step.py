@@ -523,7 +523,9 @@ def place_chosen(
 ) -> PlacedStep:
     """Let the strategy choose among the pool's candidates, or defer samples that do not fit.
 
-    ``counts``: the number of candidates of each source, if the pool has as many. Raise ``PlanError`` for an invalid plan.
+    ``counts``: the number of candidates of each source, if the pool has as many.
+
+    Raise ``PlanError`` for an invalid plan.
     """
     spec, state = context.spec, context.state
     pops = pool.number(demand.n_loaders)

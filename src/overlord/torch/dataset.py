@@ -358,9 +358,7 @@ def _endless(job: Job) -> bool:
     With a mixture all sources must repeat, since the mixture may give some of them weight 0.
     """
     repeats = [
-        is_endless(source)
-        for source in job.sources
-        if job.mixture is not None or source.weight > 0
+        is_endless(source) for source in job.sources if job.mixture is not None or source.weight > 0
     ]
     return all(repeats) if job.mixture is not None else any(repeats)
 
