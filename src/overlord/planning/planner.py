@@ -190,6 +190,11 @@ class Planner:
         return list(self._weights)
 
     @property
+    def active(self) -> tuple[bool, ...]:
+        """Whether each source still takes part, in source order; not if it ended or was lost."""
+        return self._state.active
+
+    @property
     def feedback(self) -> dict[str, int]:
         """Counts of received, used, late and pending reports."""
         return self._mixture.feedback.counts()

@@ -129,6 +129,8 @@ def _metrics(running: RunningJob) -> dict[str, Any]:
     planner = counted(runtime)
     at_nothing = running.prepared_for(len(planner.totals.samples)).zero_metrics()
     found = job_metrics(planner, running_metrics, at_nothing, running.job.on_long)
+    for source in running.job.sources:
+        found["sources"].get(source.name, {})["max_tokens"] = source.max_tokens
     for name, event in generation.lost_sources.items():
         found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
     found["memory"]["budget"] = _budget(prepared.options)
