@@ -86,7 +86,9 @@ def fronts_of(
     chunks = spec.batch.in_chunks
     fronts: list[Front] = [*streams]
     if pool is not None:
-        fronts = [*(token_fronts(pool, streams, state.cut) if chunks else pool.fronts(streams))]
+        fronts = [
+            *(token_fronts(pool, streams, state, spec.names) if chunks else pool.fronts(streams))
+        ]
     for i, source in enumerate(spec.sources):
         if source.max_tokens is None:
             continue

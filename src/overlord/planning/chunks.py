@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from overlord.errors import PlanError
+from overlord.messages.control import StreamState
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.cut_pieces import cut_pieces, piece_buffer
 from overlord.planning.draw import Drawn, LoaderRequests
@@ -26,7 +27,7 @@ from overlord.planning.step import (
 )
 from overlord.planning.stream import SourceStream
 from overlord.planning.valid_tokens import valid_tokens
-from overlord.sample import Buffer
+from overlord.sample import LOSS_WEIGHTS, Buffer
 
 
 class TokenFront:
@@ -67,13 +68,24 @@ class TokenFront:
 
 
 def token_fronts(
-    pool: LookAheadPool, streams: Sequence[SourceStream], cut: Sequence[int]
+    pool: LookAheadPool, streams: Sequence[SourceStream], state: StreamState, names: Sequence[str]
 ) -> list[TokenFront]:
-    """Return the fronts of the streams behind the samples of the pool, of which some are cut."""
-    return [
-        TokenFront(stream, pool.open_tokens(i), cut[i] if cut else 0)
-        for i, stream in enumerate(streams)
-    ]
+    """Return the fronts of the streams after the samples of the pool, of which some are cut.
+
+    Raise ``PlanError`` if a cut sample has no rest: its source was changed.
+    """
+    fronts, cut = [], [*state.cut] or [0] * len(streams)
+    for i, stream in enumerate(streams):
+        tokens = pool.open_tokens(i)
+        if len(tokens) and cut[i] >= tokens[0]:
+            raise PlanError(
+                f"source {names[i]!r}: expected a sample of more than {cut[i]} tokens, of which "
+                f"steps have received {cut[i]}, got one of {tokens[0]}",
+                state.step,
+                "resume with the files and transforms of the saved run",
+            )
+        fronts.append(TokenFront(stream, tokens, cut[i]))
+    return fronts
 
 
 def place_chunks(
@@ -121,7 +133,7 @@ def place_chunks(
         drawn.active,
         kept,
         tuple(cut),
-        valid_tokens(plan, None, False, spec.batch.labels),
+        valid_tokens(plan, buffer.meta.get(LOSS_WEIGHTS), False, spec.batch.labels),
     )
 
 
