@@ -17,9 +17,11 @@ from tests.laws import examples
 from tests.properties.test_concat import concat_worlds
 from tests.properties.test_concat import delivered as delivered_chunks
 from tests.properties.test_concat import wanted as wanted_chunks
+from tests.properties.test_fixed_shapes import fixed_worlds
 from tests.properties.test_look_ahead import CHOICES, ahead
 from tests.properties.test_stream import delivered, fingerprint, in_order, run, state_after, wanted
 from tests.reference import reference_stream
+from tests.reference_fixed import reference_fixed
 from tests.worlds import Rows, World, folder, some_steps, worlds
 
 EPOCHS = st.lists(
@@ -158,6 +160,50 @@ def test_chunks_hold_budgets_to_the_token(
                 if source.epochs is None and source.max_tokens is not None:
                     assert tokens_drawn(job, got)[source.name] == source.max_tokens
         check_restores(job, seed, 1 + seed % 3)
+
+
+@given(fixed_worlds(), EPOCHS, TOKENS, st.integers(0, 2**20))
+@examples(25)
+def test_fixed_shapes_keep_budgets(
+    world: World, epochs: list[float | None], tokens: list[int | None], seed: int
+) -> None:
+    with folder() as directory:
+        job = with_epochs(with_budgets(world.job(directory), tokens), epochs)
+        steps, broken = list[Any](), False
+        try:
+            steps.extend(reference_fixed(job))
+        except ValueError:
+            broken = True
+        got, error, _, _ = run(job, seed)
+        if not broken:
+            assert error is None, error
+            assert [
+                [tuple(step.info.sample_id(i)) for i in range(len(step.info))] for step in got[0]
+            ] == [[key for key, _ in step] for step in steps]
+        check_restores(job, seed, 1 + seed % 3)
+
+
+@given(worlds(), EPOCHS, TOKENS, st.integers(1, 3), st.integers(1, 5), st.integers(1, 4))
+@examples(15)
+def test_the_local_runtime_and_other_meshes_give_the_same_samples(
+    world: World,
+    epochs: list[float | None],
+    tokens: list[int | None],
+    loaders: int,
+    prefetch: int,
+    dp: int,
+) -> None:
+    with folder() as directory:
+        job = with_epochs(with_budgets(world.job(directory), tokens), epochs)
+        steps, broken, _ = wanted(job)
+        got, error, _, _ = run(job, loaders={"s0": loaders}, prefetch=prefetch)
+        assert (error is not None) == broken, error
+        assert delivered(got, len(got[0])) == steps
+        other = replace(job, place=ov.Mesh(dp=dp))
+        half = len(got[0]) // 2
+        if half and not broken:
+            rest, _, _, _ = run(other, dp, resume=state_after(job, got[0][half - 1]))
+            assert delivered(rest, len(rest[0])) == steps[half:]
 
 
 @given(

@@ -1,7 +1,8 @@
 """Forecast of a job's end from the sizes of its sources, by the rules of the draw. Pure.
 
-No sample is known here, only the number of samples of each source and their mean length. Where no
-source ends soon and weights are constant, many steps are drawn at once.
+No sample is known here, only the number of samples of each source and their mean length. Where
+no source ends soon, many steps are drawn at once. Weights that follow from the step are held
+meanwhile.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import numpy as np
 from overlord.messages.control import Skip, StreamState
 from overlord.planning.draw import Drawer, MissingSamples
 from overlord.planning.mixture import Mixture
+from overlord.planning.schedule.base import follows_from_step
 from overlord.planning.spec import PlannerSpec
 
 ENDLESS = 2**60  # samples of a source that repeats forever
 AT_ONCE = 2**20  # most random picks of one draw
 MARGIN = 3  # steps before the end of a source that are drawn one by one
+HELD = 500  # the weights of a schedule are held for this fraction of the steps so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,11 +165,14 @@ class _Forecaster:
     def _steps_at_once(self, weights: Sequence[float]) -> int:
         """Return how many steps can be drawn in one: no source may end in them."""
         state, spec = self._state, self._spec
+        held = ENDLESS
         if not isinstance(spec.schedule, Mapping):
-            return 1
+            if not follows_from_step(spec.schedule):
+                return 1
+            held = 1 + state.step // HELD
         stops = [e.at for e in state.events if not isinstance(e, Skip) and e.at > state.step]
         stops += [spec.until] if isinstance(spec.until, int) else []
-        most = min((stop - state.step for stop in stops), default=ENDLESS)
+        most = min(held, *(stop - state.step for stop in stops)) if stops else held
         drawn = [w if a else 0.0 for w, a in zip(weights, state.active, strict=True)]
         total, amount = sum(drawn), self._amount
         for i, w in enumerate(drawn):
