@@ -14,6 +14,7 @@ from overlord.client.caller_check import Ahead, nothing_ahead, refuse_sharing, t
 from overlord.client.microbatch_count import check_count
 from overlord.client.world import process_groups
 from overlord.errors import JobError, StateMismatch
+from overlord.job.budgets import is_endless
 from overlord.job.job import Job
 from overlord.session.pass_length import PassLength, pass_length
 from overlord.torch.dataloader_worker import InWorker, refuse_workers, world_size
@@ -250,9 +251,9 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             return self._pass_length(self.job)
         if self.job is None or not isinstance(self.job.until, int) or not _endless(self.job):
             raise TypeError(
-                "len(): expected a Job whose until is a number and which has a source with "
-                "epochs=None (with mixture=, in all sources), got a Job whose number of items is "
-                "unknown; iterate without len()"
+                "len(): expected a Job whose until is a number and which has a source without "
+                "epochs and max_tokens (with mixture=, only such sources), got a Job whose number "
+                "of items is unknown; iterate without len()"
             )
         return self.job.until * (self.job.batch.microbatches if self.microbatches else 1)
 
@@ -357,9 +358,7 @@ def _endless(job: Job) -> bool:
     With a mixture all sources must repeat, since the mixture may give some of them weight 0.
     """
     repeats = [
-        source.epochs is None
-        for source in job.sources
-        if job.mixture is not None or source.weight > 0
+        is_endless(source) for source in job.sources if job.mixture is not None or source.weight > 0
     ]
     return all(repeats) if job.mixture is not None else any(repeats)
 
