@@ -60,7 +60,7 @@ class TokenFront:
 def token_fronts(
     pool: LookAheadPool, streams: Sequence[SourceStream], cut: Sequence[int]
 ) -> list[TokenFront]:
-    """Return the fronts of the streams behind the samples of the pool, of which some are cut."""
+    """Return the fronts of the sources: the samples of the pool, of which some are cut, first."""
     return [
         TokenFront(stream, pool.open_tokens(i), cut[i] if cut else 0)
         for i, stream in enumerate(streams)
