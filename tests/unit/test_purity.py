@@ -23,6 +23,7 @@ VALUES = (
     "batch_rules",
     "checks",
     "errors",
+    "given_columns",
     "hashing",
     "late_binding",
     "mesh",
