@@ -71,13 +71,32 @@ def write_data(folder: Path) -> None:
             tokens = [(start + 3 * k) % VOCABULARY for k in range(n)]
             lines.append(json.dumps({"tokens": tokens}))
         (folder / "data" / f"{name}.jsonl").write_text("\n".join(lines))
+    write_tokenizer(folder / "assets")
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer, for trainers that load one though the data has token ids."""
+    from tokenizers import Tokenizer, models
+
+    folder.mkdir(exist_ok=True)
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    tokens = {"pad_token": "w0", "eos_token": "w1", "bos_token": "w2"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | tokens))
 
 
 def script_of(page: Path) -> str:
-    """Return the script of a page: its first block of Python."""
-    found = re.search(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    """Return the script of a page: its first block of Python, on the lines of the page."""
+    text = page.read_text()
+    found = re.search(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert found is not None, page
-    return found[1]
+    return "\n" * text[: found.start(1)].count("\n") + found[1]
+
+
+def on_ranks(source: str, ranks: int) -> str:
+    """Return the script for a number of ranks, where it names one: ``DEVICES = 2``."""
+    return re.sub(r"^DEVICES = \d+$", f"DEVICES = {ranks}", source, flags=re.MULTILINE)
 
 
 # in a rank
@@ -191,7 +210,7 @@ def main(page: Path, out: Path, most: int, loaded: list[str]) -> int:
         importlib.import_module(name)
     codes = {}
     for run in runs(most):
-        codes[run.name] = execute(script_of(page), page, run, out)
+        codes[run.name] = execute(on_ranks(script_of(page), run.ranks), page, run, out)
         wanted = -signal.SIGKILL if run.killed else 0
         if any(code != wanted for code in codes[run.name]):
             break

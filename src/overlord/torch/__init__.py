@@ -25,7 +25,7 @@ _HOME = {
     "load_state": "overlord.torch.checkpoint",
     "offload": "overlord.torch.activation_offload",
     "token_loss": "overlord.torch.loss",
-    "microbatch_loss": "overlord.torch.microbatch_loss",
+    "microbatch_loss": "overlord.torch.step_share",
     "source_losses": "overlord.torch.loss",
     "token_losses": "overlord.torch.loss",
     "TokenMean": "overlord.torch.token_mean",
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from overlord.torch.loss import source_losses as source_losses
     from overlord.torch.loss import token_loss as token_loss
     from overlord.torch.loss import token_losses as token_losses
-    from overlord.torch.microbatch_loss import microbatch_loss as microbatch_loss
+    from overlord.torch.step_share import microbatch_loss as microbatch_loss
     from overlord.torch.rendezvous import join as join
     from overlord.torch.temp_balance import TempBalance as TempBalance
     from overlord.torch.tensor_step import TensorMicrobatch as TensorMicrobatch

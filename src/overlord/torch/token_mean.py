@@ -11,7 +11,7 @@ from overlord.client.world import process_groups
 from overlord.errors import JobError
 from overlord.torch.loss import Head, token_losses
 from overlord.torch.microbatch_info import IGNORE
-from overlord.torch.microbatch_loss import shifted_labels
+from overlord.torch.step_share import shifted_labels
 
 
 class TokenMean:
