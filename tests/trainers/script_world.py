@@ -1,6 +1,6 @@
 """Run the script of a page on trainers, on one rank and on two, and record what it trained on.
 
-    python -m tests.trainers.script_world docs/trainers/ddp.md OUT
+    python -m tests.trainers.script_world docs/trainers/ddp.md OUT 1,2
 
 One interpreter loads torch; each rank of each run is a fork of it. A run has a folder of its own
 with the data of the page. The script is executed as it is on the page; ``Loader`` is replaced by a
@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,10 @@ class Run:
     folder: str = ""
 
 
-def runs(most: int) -> list[Run]:
-    """Return the runs of a script on up to ``most`` ranks, in order."""
+def runs(worlds: Sequence[int]) -> list[Run]:
+    """Return the runs of a script on worlds of these numbers of ranks, in order."""
     found = []
-    for n in sorted({1, most}):
+    for n in worlds:
         found += [
             Run(f"{n}-balanced", n),
             Run(f"{n}-vanilla", n, "vanilla"),
@@ -135,11 +135,12 @@ class RecordingLoader(overlord.torch.loader.Loader):
 def digest_of(item: Any) -> str:
     """Return a digest of the tokens of a step, of a microbatch, or of what a transform made."""
     if isinstance(item, TensorStep):
-        return digest(repr([mb["tokens"].tolist() for mb in item]))
+        return digest(repr([digest_of(mb) for mb in item]))
     if isinstance(item, tuple):
         item = item[0]
-    keys = ("tokens", "input_ids", "input")
-    return digest(repr(next(item[key] for key in keys if key in item).flatten().tolist()))
+    keys = [key for key in ("tokens", "input_ids", "input", "labels") if key in item]
+    assert keys, "a stage has tokens or labels"
+    return digest(repr([item[key].flatten().tolist() for key in keys]))
 
 
 def run_script(source: str, page: Path) -> None:
@@ -204,19 +205,29 @@ def execute(source: str, page: Path, run: Run, out: Path) -> list[int]:
     return codes
 
 
-def main(page: Path, out: Path, most: int, loaded: list[str]) -> int:
+def ended_as_expected(run: Run, codes: Sequence[int]) -> bool:
+    """Return whether all ranks ended well, or, of a killed world, one by the kill and none well.
+
+    Where ranks wait for each other, some fail by the loss of one before they kill themselves.
+    """
+    if not run.killed:
+        return list(codes) == [0] * run.ranks
+    return -signal.SIGKILL in codes and all(code not in (0, -1) for code in codes)
+
+
+def main(page: Path, out: Path, worlds: list[int], loaded: list[str]) -> int:
     """Execute all runs of a page; write the exit codes of each."""
     for name in loaded:
         importlib.import_module(name)
     codes = {}
-    for run in runs(most):
+    for run in runs(worlds):
         codes[run.name] = execute(on_ranks(script_of(page), run.ranks), page, run, out)
-        wanted = -signal.SIGKILL if run.killed else 0
-        if any(code != wanted for code in codes[run.name]):
+        if not ended_as_expected(run, codes[run.name]):
             break
     (out / "codes.json").write_text(json.dumps(codes))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]))
+    sizes = [int(n) for n in sys.argv[3].split(",")]
+    sys.exit(main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]), sizes, sys.argv[4:]))

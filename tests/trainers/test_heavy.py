@@ -25,6 +25,12 @@ def test_trl(tmp_path: Path) -> None:
     run_page("trl.md", tmp_path, loaded=("transformers.models.llama", "trl.trainer.sft_trainer"))
 
 
+@needs("megatron")
+def test_megatron(tmp_path: Path) -> None:
+    """TP 2, PP 2 and DP 2."""
+    run_page("megatron.md", tmp_path, worlds=(8,), loaded=("tests.trainers.megatron_on_cpu",))
+
+
 @needs("torchtitan")
 def test_torchtitan(tmp_path: Path) -> None:
     run_page("torchtitan.md", tmp_path, loaded=("tests.trainers.torchtitan_on_cpu",))

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.attention.flex_attention as flex
 import torch.nn.functional as functional
+from torch.distributed.fsdp import FSDPModule
 
 torch._utils._get_available_device_type = lambda: "cpu"
 properties = types.SimpleNamespace(total_memory=2**34, name="cpu")
@@ -26,8 +27,8 @@ for name, value in {
     if not hasattr(torch.cpu, name):
         setattr(torch.cpu, name, value)
 
-from torchtitan.distributed import utils as distributed  # noqa: E402
 from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
+from torchtitan.distributed import utils as distributed  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
 
@@ -42,6 +43,16 @@ def dense_attention(q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, **mo
 
 FlexAttention._compiled_flex_attn = staticmethod(dense_attention)
 distributed.set_pg_timeouts = lambda *_, **__: None  # its barrier names a device of CUDA
+_divide = FSDPModule.set_gradient_divide_factor
+
+
+def divide(self: Any, factor: float) -> None:
+    """Set the factor, and sums alone, since gloo has no scaled sums."""
+    _divide(self, factor)
+    self.set_force_sum_reduction_for_comms(True)
+
+
+FSDPModule.set_gradient_divide_factor = divide
 _log, _log_validation = MetricsProcessor.log, MetricsProcessor.log_validation
 
 

@@ -88,8 +88,8 @@ if TYPE_CHECKING:
     from overlord.torch.loss import source_losses as source_losses
     from overlord.torch.loss import token_loss as token_loss
     from overlord.torch.loss import token_losses as token_losses
-    from overlord.torch.step_share import microbatch_loss as microbatch_loss
     from overlord.torch.rendezvous import join as join
+    from overlord.torch.step_share import microbatch_loss as microbatch_loss
     from overlord.torch.temp_balance import TempBalance as TempBalance
     from overlord.torch.tensor_step import TensorMicrobatch as TensorMicrobatch
     from overlord.torch.tensor_step import TensorStep as TensorStep

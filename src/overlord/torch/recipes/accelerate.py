@@ -25,7 +25,7 @@ def loss(
     if accelerator.sync_gradients != mb.is_last:
         raise JobError(
             [
-                f"gradient_accumulation_steps: expected the Batch.microbatches of the job, got {n}; "
+                f"gradient_accumulation_steps: expected Batch.microbatches of the job, got {n}; "
                 "write Accelerator(gradient_accumulation_steps=job.batch.microbatches), and call "
                 "this inside `with accelerator.accumulate(model)`"
             ],
