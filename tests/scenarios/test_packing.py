@@ -136,9 +136,10 @@ def test_every_runtime_delivers_the_same_bytes(runtime: str, name: str) -> None:
             assert sorted(got) == sorted(wanted)
 
 
-@pytest.fixture(scope="module", params=("chunks", "documents"))
+@pytest.fixture(scope="module", params=("chunks", "weighted chunks", "documents"))
 def calm(request: pytest.FixtureRequest) -> tuple[Any, Played]:
-    made = (job if request.param == "chunks" else in_whole_documents)(None, until=24)
+    loss = "weights" if request.param == "weighted chunks" else None
+    made = (in_whole_documents if request.param == "documents" else job)(None, until=24, loss=loss)
     return made, played(made, "local")
 
 

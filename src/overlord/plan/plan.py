@@ -163,7 +163,7 @@ class LoadingPlan:
 
     @property
     def row_kind(self) -> str:
-        """What a row is, for people: "samples", or "pieces" of samples (packing="concat")."""
+        """The name of a row for people: "samples", or "pieces" of samples (packing="concat")."""
         return "samples" if self.offset is None else "pieces"
 
     @property

@@ -37,7 +37,7 @@ from overlord.messages.control import (
 from overlord.messages.data import Announce, DecodeFailures
 from overlord.planning.budgets import check_begun, fronts_of, is_reached, limited
 from overlord.planning.chunks import place_chunks
-from overlord.planning.draw import LoaderRequests, MissingSamples, RankProgress
+from overlord.planning.draw import LoaderRequests, MissingSamples, RankProgress, lacking
 from overlord.planning.mixture import (
     Feedback,
     Mixture,
@@ -58,7 +58,7 @@ from overlord.planning.spec import (
     initial_state,
     without_lost,
 )
-from overlord.planning.status import PlannerStatus, check_accounts, lacking, ready_buffer
+from overlord.planning.status import PlannerStatus, check_accounts, ready_buffer
 from overlord.planning.step import LookAheadPool, PlacedStep, StepContext, place_chosen, place_drawn
 from overlord.sample import Buffer
 
@@ -247,9 +247,10 @@ class Planner:
         """Return a buffer of all ready samples that no step has drawn, for experiments."""
         return ready_buffer(self._streams, self._pool, self._context())
 
-    def lacking_sources(self) -> list[str]:
-        """Return the names of the sources whose samples the next step waits for."""
-        return list(lacking(self._streams, self._waiting))
+    def lacking_sources(self) -> dict[str, int]:
+        """Return the number of samples that the next step waits for, by source."""
+        found = lacking(self._streams, self._waiting)
+        return {self._streams[i].name: n for i, n in found.items()}
 
     def waiting_for(self) -> str:
         """Describe what blocks the next plan."""
@@ -262,7 +263,7 @@ class Planner:
         return PlannerStatus(
             step=self._state.step,
             finished=self._finished,
-            lacking=lacking(self._streams, self._waiting),
+            lacking=self.lacking_sources(),
             slowest=slow if full else None,
             prefetch=self.spec.prefetch,
         )

@@ -22,12 +22,12 @@ FEWER = 64  # the search for the samples that fit goes down by this part of them
 
 
 def packing_sizes(sizes: np.ndarray, batch: Batch) -> np.ndarray:
-    """Return the sizes that count against the capacity of a microbatch.
+    """Return the sizes that count against the capacity of a microbatch of fixed shape.
 
-    With a fixed shape a document counts at least ``context / max_documents`` tokens. So the
-    documents of a full microbatch are at most ``max_documents``.
+    A document counts at least ``context / max_documents`` tokens. So a full microbatch has at most
+    ``max_documents`` documents.
     """
-    if not batch.fixed or batch.in_chunks or batch.max_documents is None:
+    if batch.in_chunks or batch.max_documents is None:
         return sizes
     return np.maximum(sizes, -(-batch.context // batch.max_documents))
 
