@@ -540,8 +540,8 @@ MUTATIONS = [
         ),
         (
             "a restored epoch starts at its first group",
-            "for g in range(group, self.n_groups):",
-            "for g in range(0, self.n_groups):",
+            "for g in range(group, self.groups_of(epoch)):",
+            "for g in range(0, self.groups_of(epoch)):",
         ),
     ),
     *_at(
@@ -627,7 +627,11 @@ MUTATIONS = [
     ),
     *_at(
         "planning/budgets.py",
-        ("one sample beyond the budget", "or self._held == left", "or self._held > left + 1"),
+        (
+            "one token beyond the budget",
+            "= front.samples_within(left)",
+            "= front.samples_within(left + 1)",
+        ),
         (
             "look-ahead beyond the budget",
             "isinstance(front, BudgetFront) and front.ended",
