@@ -15,6 +15,7 @@ from overlord.concurrency.platform import Platform
 from overlord.constructor.images import PixelForm
 from overlord.job.job import Job
 from overlord.messages.control import Report, StreamState
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.planning.spec import SourceSpec
 from overlord.process.forkserver import sendable
 from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad
@@ -174,5 +175,5 @@ class CoordinatorConfig:
         light = PlannerJob(prepared)
         sendable(light.job.hooks, "hooks")
         sendable(light.strategy, "strategy")
-        sendable(light.job.mixture, "mixture")
+        sendable(job_schedule(light.job), "mixture")
         return CoordinatorConfig(prepared=light, **fields)

@@ -14,13 +14,15 @@ from os import PathLike
 from typing import Any
 
 from overlord import late_binding
+from overlord.batch_by_step import BatchByStep
 from overlord.checks import did_you_mean, is_int, is_real, one_of, shown_name, signature_problem
 from overlord.errors import JobError
-from overlord.job import document_limit, one_pass, packing
+from overlord.job import document_limit, one_pass, packing, stages
 from overlord.job.consumption import consume_problems
 from overlord.job.hooks import Hook, hook_problems
 from overlord.job.mixture_weights import mixture_problems, schedule_problems
 from overlord.job.model import Model
+from overlord.job.stages import Stage
 from overlord.mesh import Batch, Mesh
 from overlord.uris import uri_problems
 
@@ -274,6 +276,8 @@ class Job:
         the context of all dp x cp ranks together, which share a document.
     evaluation: whether the job evaluates: one pass over its sources without shuffling, whose
         ``epochs`` and ``shuffle`` it replaces. Default False. See ``ov.evaluation``.
+    stages: list of ``ov.Stage``, one after another; they replace batch, mixture and context for
+        some steps. Default (): none.
     hooks: ``ov.loader_do_plan(...)`` and ``ov.constructor_do_plan(fn)``, executed in this order.
         Default (): none.
     """
@@ -301,6 +305,7 @@ class Job:
     on_long: str = "split"
     max_document: int | None = None
     evaluation: bool = False
+    stages: Sequence[Stage] = ()
     hooks: Sequence[Hook] = ()
 
     def __post_init__(self) -> None:
@@ -308,8 +313,9 @@ class Job:
             object.__setattr__(self, "sources", tuple(self.sources))
         if self.evaluation is True:
             object.__setattr__(self, "sources", one_pass.one_pass(self.sources))
-        if isinstance(self.hooks, list):
-            object.__setattr__(self, "hooks", tuple(self.hooks))
+        for name in ("stages", "hooks"):
+            if isinstance(given := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(given))
         if isinstance(self.journal, PathLike):
             object.__setattr__(self, "journal", str(self.journal))
         if problems := self.problems():
@@ -319,11 +325,13 @@ class Job:
         batch = self.batch
         size = f"{batch.samples} samples" if batch.samples else f"{batch.tokens} tokens"
         if batch.in_chunks:
-            size = f"{batch.chunks} chunks of {batch.context} tokens"
+            size = f"{batch.samples or batch.chunks} chunks of {batch.context} tokens"
+        size += " a step"
+        size = f"{len(self.stages)} stages" if self.stages else size
         how = f"{shown_name(self.strategy)}, sync {self.sync}"
         how = f"one pass, {how}" if self.evaluation else how
         return (
-            f"Job({self.name!r}, {len(self.sources)} sources, {size} a step, {self.place}, "
+            f"Job({self.name!r}, {len(self.sources)} sources, {size}, {self.place}, "
             f"{how}, seed {self.seed})"
         )
 
@@ -347,6 +355,16 @@ class Job:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(source.name for source in self.sources)
+
+    @property
+    def batches(self) -> BatchByStep:
+        """Return the batch of every step: of its stage, with the sizes of ramps."""
+        return stages.batches(self)
+
+    @property
+    def end_step(self) -> int | None:
+        """Return the step before which the job ends at the latest; None if data alone ends it."""
+        return stages.end(self)
 
     @property
     def document_multiple(self) -> int:
@@ -454,6 +472,7 @@ class Job:
             + self._look_ahead_problems()
             + document_limit.problems(self)
             + packing.problems(self)
+            + (stages.problems(self) if not found else [])
             + self._image_problems()
             + self._journal_problems()
         )
