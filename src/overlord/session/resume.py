@@ -68,7 +68,7 @@ def _removed_sources(
     saved = (
         {}
         if found.empty
-        else state_to_json(found.state(found.acked), job, found.names, found.fingerprint)
+        else state_to_json(found.state(found.acked), job.name, found.names, found.fingerprint)
     )
     return removed_before(saved, job.shuffle_chunks)
 
@@ -86,7 +86,9 @@ def _by_journal(
     """
     if found.empty:
         return prepared, None, JournalStart(journal)
-    saved = state_to_json(found.state(found.acked), prepared.job, found.names, found.fingerprint)
+    saved = state_to_json(
+        found.state(found.acked), prepared.job.name, found.names, found.fingerprint
+    )
     prepared = prepared.for_saved_state(saved)
     state = prepared.restore(saved, allow)
     # ``allow`` permits another job: recorded steps are not replanned

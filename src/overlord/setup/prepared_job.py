@@ -384,7 +384,8 @@ class PreparedJob:
 
     def export(self, state: StreamState) -> dict[str, Any]:
         """Return a state of this job as plain JSON values."""
-        return state_to_json(state, self.job, self.job.names, self.fingerprint)
+        stage = self.job.batches.stage(state.step)
+        return state_to_json(state, self.job.name, self.job.names, self.fingerprint, stage)
 
     def restore(self, saved: Mapping[str, Any], allow: tuple[str, ...] = ()) -> StreamState:
         """Return the state of a JSON form; raise ``StateMismatch`` if it is not of this job."""

@@ -208,16 +208,19 @@ DATASET_STATE = (
 
 
 def state_to_json(
-    state: StreamState, job: Job, names: Sequence[str], fingerprint: Mapping[str, str]
+    state: StreamState,
+    job: str,
+    names: Sequence[str],
+    fingerprint: Mapping[str, str],
+    stage: str | int | None = None,
 ) -> dict[str, Any]:
     """Return a state as plain JSON values, keyed by the names of its sources.
 
-    The entry ``stage`` is for readers: the stage of a step follows from the job.
+    ``stage``: that of the next step, for readers of the state; it follows from the job.
     """
-    stage = job.batches.stage(state.step)
     return {
         "version": STATE_VERSION,
-        "job": job.name,
+        "job": job,
         "fingerprint": fingerprint_out(fingerprint, names),
         "step": state.step,
         **({} if stage is None else {"stage": stage}),
