@@ -300,6 +300,7 @@ class PlanRouter:
             )
             all_of_it = (
                 stage.kept is None
+                and stage.plan.offset is None
                 and not self._hooks
                 and len(to) == 1
                 and len(next(iter(to.values()))) == int((worker == h).sum())

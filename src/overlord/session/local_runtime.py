@@ -237,9 +237,8 @@ class LocalRuntime:
         self.building.plan(stage)
         if stage.skipped:
             return
-        if (
-            stage.kept is not None
-        ):  # a held sample would keep all samples alive that were popped with it
+        # a held sample would keep all samples alive that were popped with it
+        if stage.kept is not None or stage.plan.offset is not None:
             pieces = [_copied(pieces, stage)]
             stage = replace(stage, doc=np.arange(len(stage.doc)))
         tokens = Ragged.concat([p.tokens for p in pieces])
