@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # Metadata of sources with loss weights: float64, per document, the sum of its labels' weights.
 LOSS_WEIGHTS = "loss_weights"
+# Where samples are cut into pieces: float64, per document, its runs of equal weights, each as a
+# number of tokens and their weight.
+LOSS_RUNS = "loss_runs"
 # Job.sync -> objective of balancing
 OBJECTIVES = {"microbatch": "microbatch", "step": "iteration"}
 # mean row length from which copying rows one by one is cheaper than gathering by index

@@ -104,7 +104,9 @@ NEEDS = {
     "14_vlm_torchrun.py": "torch",
     "16_hdp.py": "torch",
     "17_tempbalance.py": "torch",
+    "20_packing.py": "torch",
     "22_sft.py": "torch",
+    "24_evaluation.py": "torch",
 }
 LONGER = (
     "08_",
@@ -113,7 +115,9 @@ LONGER = (
     "14_",
     "15_",
     "16_",
+    "24_",
     "17_",
+    "20_",
     "22_",
 )  # whole training loops, or several modules
 

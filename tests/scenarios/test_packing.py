@@ -29,13 +29,18 @@ def rows(n: int, first: int) -> Rows:
     lengths = [1 + k % 7 if k % 5 else 20 + (k * 37) % 230 for k in range(n)]
     return Rows(
         [
-            {"n": first + k, "tokens": [(first + 13 * k + j) % 60_000 for j in range(length)]}
+            {
+                "n": first + k,
+                "tokens": [(first + 13 * k + j) % 60_000 for j in range(length)],
+                "weights": [(j // 4 + k) % 3 * 0.5 for j in range(length)],
+            }
             for k, length in enumerate(lengths)
         ]
     )
 
 
-def job(epochs: int | None = 1, **changes: Any) -> ov.Job:
+def job(epochs: int | None = 1, *, loss: str | None = None, **changes: Any) -> ov.Job:
+    """A job of three sources, of which the last two have weights if ``loss`` names them."""
     batch = {"samples": 6, "context": CONTEXT, "packing": "concat", "cp_split": "zigzag_whole"}
     batch |= {
         k: changes.pop(k) for k in ("shape", "packing", "labels", "max_documents") if k in changes
@@ -44,7 +49,11 @@ def job(epochs: int | None = 1, **changes: Any) -> ov.Job:
         "name": "packed",
         "sources": [
             ov.Source(
-                name, rows(n, 10_000 * i), transforms=[ov.Tokens("tokens")], epochs=epochs, weight=w
+                name,
+                rows(n, 10_000 * i),
+                transforms=[ov.Tokens("tokens", loss=loss if i else None)],
+                epochs=epochs,
+                weight=w,
             )
             for i, (name, n, w) in enumerate((("a", 30, 1.0), ("b", 40, 2.0), ("c", 35, 1.0)))
         ],
@@ -68,6 +77,7 @@ CASES = {
     "chunks of fixed shape in slices and stages": job(
         shape="fixed", max_documents=20, place=ov.Mesh(dp=2, cp=2, tp=2, pp=2)
     ),
+    "weighted chunks": job(loss="weights", shape="fixed", max_documents=24),
     "documents of fixed shape": in_whole_documents(),
 }
 
@@ -116,7 +126,7 @@ def test_every_runtime_delivers_the_same_bytes(runtime: str, name: str) -> None:
     out = run(runtime, made)
     all_clean(out)
     assert out.digests() == run("local", made).digests(), "to the byte"
-    if made.batch.packing == "concat":
+    if made.batch.packing == "concat" and name != "weighted chunks":
         for got, wanted in zip(chunks_of(made, out), reference_chunks(made), strict=True):
             assert sorted(got) == sorted(wanted)
 

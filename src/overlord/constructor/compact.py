@@ -261,15 +261,17 @@ def expand(
         _fill_positions(made["position_ids"], size)
     if "labels" in made:
         assert ids is not None
-        _fill_labels(made["labels"], made["loss_mask"], ids, true, size, layout.labels, empty)
+        held = np.diff(true)
+        held[cut["source_ids"] < 0] = 0  # documents that only fill a fixed shape
+        _fill_labels(made["labels"], made["loss_mask"], ids, held, size, layout.labels, empty)
         if NEXT_IDS in cut and layout.labels == "shifted":
             known = np.flatnonzero(cut[NEXT_IDS] >= 0)
-            ends = size[:-1][known] + (true[1:] - true[:-1])[known] - 1
+            ends = (size[:-1] + held)[known] - 1
             made["labels"][ends] = cut[NEXT_IDS][known]
             made["loss_mask"][ends] = 1
     if "attention_mask" in made:
         made["attention_mask"].fill(True)
-        made["attention_mask"][_padding(true, size)] = False
+        made["attention_mask"][_padding(np.diff(true), size)] = False
     for key, array in made.items():
         if layout.context:
             made[key] = array = array.reshape(-1, layout.context)
@@ -294,11 +296,12 @@ def _fill_labels(
     labels: np.ndarray,
     loss_mask: np.ndarray,
     ids: np.ndarray,
-    true: np.ndarray,
+    held: np.ndarray,
     size: np.ndarray,
     convention: str,
     empty: bool,
 ) -> None:
+    """Fill labels and mask of documents with ``held`` tokens each, without the padding."""
     if empty:
         labels.fill(IGNORE)
         loss_mask.fill(0)
@@ -309,19 +312,17 @@ def _fill_labels(
         labels[:-1] = ids[1:]
     else:
         labels[:] = ids
-    excluded = size[:-1] + (true[1:] - true[:-1]) - 1 if shifted else size[:-1]
-    if size[-2] == size[-1]:  # the last documents only fill a fixed shape
-        excluded = excluded[true[1:] > true[:-1]]
-    if true[-1] != size[-1]:
-        excluded = np.concatenate([excluded, _padding(true, size)])
+    excluded = (size[:-1] + held - 1 if shifted else size[:-1])[held > 0]
+    if (padding := _padding(held, size)).size:
+        excluded = np.concatenate([excluded, padding])
     loss_mask.fill(1)
     labels[excluded] = IGNORE
     loss_mask[excluded] = 0
 
 
-def _padding(true: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Return the indices of padding tokens in the microbatch."""
-    ends = size[:-1].astype(np.int64) + (true[1:] - true[:-1])
+def _padding(held: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Return the indices of padding tokens in the microbatch; ``held``: tokens of documents."""
+    ends = size[:-1].astype(np.int64) + held
     return ranges(ends, size[1:] - ends)
 
 

@@ -53,11 +53,6 @@ def _of_chunks(job: Job) -> list[str]:
             f"sources: expected no images {CHUNKS}, since a chunk may end inside the placeholders "
             'of an image, got ov.Images; set packing="documents"'
         )
-    if any(getattr(t, "loss", None) or getattr(t, "has_weights", False) for t in transforms):
-        found.append(
-            f"sources: expected no loss weights {CHUNKS}, since the labels of a piece are counted "
-            'without them, got a transform with weights; set packing="documents"'
-        )
     place, batch = job.place, job.batch
     if isinstance(place, Mesh) and place.cp > 1 and batch.cp_split == "zigzag":
         found.append(

@@ -26,7 +26,7 @@ from overlord.planning.step import (
 )
 from overlord.planning.stream import SourceStream
 from overlord.planning.valid_tokens import valid_tokens
-from overlord.sample import Buffer
+from overlord.sample import LOSS_WEIGHTS, Buffer
 
 
 class TokenFront:
@@ -106,7 +106,7 @@ def place_chunks(
         drawn.active,
         kept,
         tuple(cut),
-        valid_tokens(plan, None, False, spec.batch.labels),
+        valid_tokens(plan, buffer.meta.get(LOSS_WEIGHTS), False, spec.batch.labels),
     )
 
 

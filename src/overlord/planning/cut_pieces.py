@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from overlord.hashing import position_in_key
-from overlord.sample import Buffer
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Buffer, Column, Columns, Ragged, ranges
 
 
 class Pieces(NamedTuple):
@@ -58,12 +58,55 @@ def cut_pieces(
 
 
 def piece_buffer(samples: Buffer, pieces: Pieces) -> Buffer:
-    """Return the buffer of a strategy: one row for each piece, chunk after chunk."""
+    """Return the buffer of a strategy: one row for each piece, chunk after chunk.
+
+    The metadata ``loss_weights`` is that of the piece, from the runs of weights of its sample.
+    """
     whole = samples.meta["tokens"]
     assert isinstance(whole, np.ndarray)
-    buffer = samples.take(pieces.sample)
-    meta = dict(buffer.meta) | {"tokens": pieces.length}
     remaining = whole.astype(np.int64)[pieces.sample] - pieces.offset - pieces.length
+    runs = samples.meta.get(LOSS_RUNS)
+    own = {n: c for n, c in samples.meta.items() if n not in (LOSS_WEIGHTS, LOSS_RUNS)}
+    buffer = replace(samples, meta=own).take(pieces.sample)
+    meta: dict[str, Column] = dict(buffer.meta) | {"tokens": pieces.length}
+    if isinstance(runs, Ragged):
+        ahead = remaining > 0 if samples.batch.labels == "shifted" else 0
+        meta[LOSS_WEIGHTS] = weights_of_spans(
+            runs, pieces.sample, pieces.offset + 1, pieces.offset + pieces.length + ahead
+        )
     for array in (pieces.length, pieces.offset, pieces.chunk, remaining):
         array.flags.writeable = False
-    return replace(buffer, meta=meta, chunk=pieces.chunk, offset=pieces.offset, remaining=remaining)
+    return replace(
+        buffer,
+        meta=Columns(meta, samples.step),
+        chunk=pieces.chunk,
+        offset=pieces.offset,
+        remaining=remaining,
+    )
+
+
+def weights_of_spans(
+    runs: Ragged, sample: np.ndarray, first: np.ndarray, stop: np.ndarray
+) -> Ragged:
+    """Return the sum of the weights of tokens ``first`` to ``stop - 1`` of samples.
+
+    ``runs``: by sample, the lengths and weights of its runs of equal weights; empty: the sample has
+    no weights. The result is a list for each span: its sum, or nothing if there are no weights.
+    """
+    a, b = int(runs.offsets[0]), int(runs.offsets[-1])
+    length, weight = runs.values[a:b].reshape(-1, 2).T
+    ends = np.append(0, np.cumsum(length.astype(np.int64)))  # of all samples, one after another
+    before = (runs.offsets - a) // 2  # the number of runs before each sample
+    weighed = np.diff(before)[sample] > 0
+    begin = ends[before[sample[weighed]]]
+    low, high = begin + first[weighed], begin + np.maximum(stop, first)[weighed]
+    run = np.searchsorted(ends, low, side="right") - 1
+    count = np.searchsorted(ends, high, side="left") - run
+    at = ranges(run, count)
+    tokens = np.minimum(ends[at + 1], np.repeat(high, count)) - np.maximum(
+        ends[at], np.repeat(low, count)
+    )
+    some, sums = count > 0, np.zeros(len(count))
+    if some.any():
+        sums[some] = np.add.reduceat(tokens * weight[at], (np.cumsum(count) - count)[some])
+    return Ragged(sums, np.append(0, np.cumsum(weighed)))

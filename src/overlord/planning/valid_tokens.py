@@ -23,7 +23,7 @@ def valid_tokens(
     if not isinstance(weights, Ragged) or not len(weights.values):
         return labels_of(plan, np.ones(len(plan), bool), images, labels)
     flat = weights.values[weights.offsets[0] : weights.offsets[-1]]
-    plain = labels_of(plan, weights.lengths == 0, images)
+    plain = labels_of(plan, weights.lengths == 0, images, labels)
     found = fsum([*flat.tolist(), plain])
     return int(found) if found.is_integer() else found
 

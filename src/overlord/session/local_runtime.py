@@ -438,5 +438,8 @@ def _copied(pieces: Sequence[Content], stage: PlannedStep) -> Content:
     plan = stage.plan
     if plan.offset is None:
         return Content.pick(pieces, stage.doc)
-    tokens = Ragged.concat([p.tokens for p in pieces])
-    return Content(tokens.take_spans(stage.doc, plan.offset, plan.payload_tokens))
+    tokens, weights = Ragged.concat([p.tokens for p in pieces]), Content.weights_of(pieces)
+    spans = (stage.doc, plan.offset, plan.payload_tokens)
+    return Content(
+        tokens.take_spans(*spans), weights=None if weights is None else weights.take_spans(*spans)
+    )

@@ -18,7 +18,7 @@ import numpy as np
 
 from overlord.errors import JobError
 from overlord.hashing import digest
-from overlord.sample import LOSS_WEIGHTS, Column, Content, Ragged, join_rows, take_rows
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Content, Ragged, join_rows, take_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from overlord.sample import Items
 
 
-RESERVED_META = ("tokens", "bytes", LOSS_WEIGHTS)  # metadata that the package reports
+RESERVED_META = ("tokens", "bytes", LOSS_WEIGHTS, LOSS_RUNS)  # metadata that the package reports
 
 
 class Transform(Protocol):

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
-from overlord.sample import LOSS_WEIGHTS, Column, Ragged
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged
 from overlord.sources.tables import arrow_of, is_mixed
 from overlord.transforms.base import (
     Block,
@@ -74,6 +74,7 @@ from overlord.transforms.loss_weights import (
     label_sums,
     put_weights,
     read_weights,
+    runs_of,
     stored,
     unequal_weights,
     weights_of,
@@ -110,9 +111,20 @@ class Pipeline:
     """
 
     def __init__(
-        self, source: str, transforms: Sequence[Transform], *, seed: int, context: int, on_long: str
+        self,
+        source: str,
+        transforms: Sequence[Transform],
+        *,
+        seed: int,
+        context: int,
+        on_long: str,
+        cuts: bool = False,
     ) -> None:
-        self.source, self.transforms = source, tuple(transforms)
+        """Validate the transforms.
+
+        ``cuts``: samples will be cut into pieces, so their metadata has runs of equal loss weights.
+        """
+        self.source, self.transforms, self._cuts = source, tuple(transforms), cuts
         self.seed, self.context, self.on_long = seed, context, on_long
         code = [i for i, t in enumerate(self.transforms) if t.user_code]
         self._row_stage_start = code[-1] + 1 if code else 0
@@ -125,7 +137,8 @@ class Pipeline:
         own = tuple(t.name for t in self.transforms if isinstance(t, Meta))
         names = own + (META if self._images else ())
         # Names of all metadata but ``tokens`` and ``bytes``.
-        self.meta_names = names + ((LOSS_WEIGHTS,) if has_weights(self.transforms) else ())
+        weights = (LOSS_WEIGHTS, LOSS_RUNS) if cuts else (LOSS_WEIGHTS,)
+        self.meta_names = names + (weights if has_weights(self.transforms) else ())
         self._columns_of_meta = names
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TransformError(
@@ -157,6 +170,7 @@ class Pipeline:
             self.context,
             self.on_long,
             self._encoders.contents,
+            self._cuts,
         )
 
     def __repr__(self) -> str:
@@ -296,6 +310,8 @@ class Pipeline:
             sums = label_sums(weights.values, weights.offsets[:-1])
             meta[LOSS_WEIGHTS] = Ragged(sums, np.arange(len(row) + 1))
             block.weights = Ragged(stored(weights.values), weights.offsets)
+            if self._cuts:
+                meta[LOSS_RUNS] = runs_of(weights)
         if frame.images is not None:
             assert self._images is not None
             add_items(
@@ -443,8 +459,9 @@ def _rebuild(
     context: int,
     on_long: str,
     contents: Mapping[int, str],
+    cuts: bool,
 ) -> Pipeline:
-    pipeline = Pipeline(source, transforms, seed=seed, context=context, on_long=on_long)
+    pipeline = Pipeline(source, transforms, seed=seed, context=context, on_long=on_long, cuts=cuts)
     pipeline.check_tokenizers(contents)
     return pipeline
 
