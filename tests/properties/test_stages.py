@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import overlord as ov
 from overlord.messages.control import SetMixture
 from tests.laws import examples
+from tests.properties.test_chunk_weights import check_step
+from tests.properties.test_chunk_weights import jobs as weighted_jobs
 from tests.properties.test_concat import concat_worlds
 from tests.properties.test_concat import delivered as delivered_chunks
 from tests.properties.test_stream import fingerprint, run, state_after
@@ -437,3 +440,49 @@ def changed(job: ov.Job, at: int, end: int, weights: dict[str, float]) -> ov.Job
         stages.append(replace(stage, mixture=mixture))
         first += stage.steps or 0
     return replace(job, mixture=wrap(job.mixture, 0), stages=tuple(stages))
+
+
+def cut_documents(job: ov.Job, **batch: Any) -> ov.Job:
+    """The job with whole documents, which two of its stages cut."""
+    return replace(
+        job,
+        batch=ov.Batch(samples=5, context=104, labels=job.batch.labels, **batch),
+        stages=(ov.Stage(2, context=8), ov.Stage(2, context=32), ov.Stage()),
+    )
+
+
+@given(weighted_jobs(), st.integers(0, 2**20))
+@examples(30)
+def test_every_label_of_a_cut_sample_has_the_weight_of_its_token(job: ov.Job, seed: int) -> None:
+    job = cut_documents(replace(job, place=ov.Mesh(dp=job.place.dp)))
+    made, error, _, _ = run(job, seed)
+    assert error is None
+    for steps in zip(*made.values(), strict=True):
+        check_step(job, list(steps))
+
+
+@given(
+    weighted_jobs(), st.sampled_from(("zigzag", "zigzag_whole", "contiguous")), st.integers(1, 4)
+)
+@examples(30)
+def test_slices_of_context_parallelism_have_the_labels_of_the_whole(
+    job: ov.Job, split: str, multiple: int
+) -> None:
+    whole = cut_documents(replace(job, place=ov.Mesh()), pad_multiple=2, cp_split=split)
+    sliced = replace(whole, place=ov.Mesh(cp=2))
+    expected, error, _, _ = run(whole, multiple)
+    made, again, _, _ = run(sliced, multiple)
+    assert error is None
+    assert again is None
+    for k, step in enumerate(expected[0]):
+        pairs = zip(made[0][k], made[1][k], strict=True)
+        got = [pair for a, b in pairs for pair in labelled(a) + labelled(b)]
+        assert sorted(got) == sorted(pair for mb in step for pair in labelled(mb))
+        assert made[0][k].global_valid_tokens == step.global_valid_tokens
+
+
+def labelled(mb: ov.Microbatch) -> list[tuple[int, int, int, float]]:
+    """The tokens of a microbatch that have a label: token, position, label, weight."""
+    keys = ("tokens", "position_ids", "labels", "loss_mask")
+    rows = zip(*(np.asarray(mb[key]).tolist() for key in keys), strict=True)
+    return [row for row in rows if row[3]]

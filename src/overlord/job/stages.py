@@ -252,10 +252,6 @@ def _context_problems(job: Job) -> list[str]:
         (job.overflow != "grow", f"overflow={job.overflow!r}"),
         (bool(job.hooks), "hooks"),
         (any(getattr(t, "kind", "") == "images" for t in transforms), "images"),
-        (
-            any(getattr(t, "loss", None) or getattr(t, "has_weights", False) for t in transforms),
-            "loss weights",
-        ),
     ]
     limit, least = job.document_limit, min(sizes)
     return [

@@ -6,11 +6,11 @@ smaller context cuts longer samples when they are planned: all pieces of a sampl
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from overlord.planning.cut_pieces import Pieces, piece_buffer
 from overlord.sample import Buffer
 
 
@@ -37,13 +37,10 @@ def cut_samples(samples: Buffer, how: str) -> CutSamples | None:
     n = np.maximum(1, -(-wide // context)) if how == "split" else np.ones(len(wide), np.int64)
     sample = np.repeat(np.arange(len(wide)), n)
     offset = (np.arange(len(sample)) - np.repeat(np.cumsum(n) - n, n)) * context
-    length = np.minimum(wide[sample] - offset, context)
     # the rest of a truncated sample does not exist for the stage, so no label continues into it
-    rest = wide[sample] - offset - length if how == "split" else np.zeros(len(sample), np.int64)
-    for array in (length, offset, rest):
-        array.flags.writeable = False
-    buffer = samples.take(sample)
-    buffer = replace(buffer, meta={**buffer.meta, "tokens": length}, offset=offset, remaining=rest)
+    whole = wide if how == "split" else np.minimum(wide, context)
+    length = np.minimum(whole[sample] - offset, context)
+    buffer = piece_buffer(samples, Pieces(sample, offset, length, None, whole))
     cut, sources = wide > context, len(samples.names)
     if how == "split":
         cut = np.zeros(len(wide), bool)

@@ -22,7 +22,7 @@ from overlord.planning.spec import Ledger, PlannerSpec
 from overlord.planning.stage_cuts import cut_samples
 from overlord.planning.stream import SourceStream, StreamPiece, step_meta
 from overlord.planning.valid_tokens import valid_tokens
-from overlord.sample import LOSS_WEIGHTS, Buffer, Ragged, take_rows
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Buffer, Ragged, take_rows
 
 # ----------------------------------------------------------------------------
 # Convert stream pieces into the buffer of a strategy, and check the plan that it returns.
@@ -503,6 +503,9 @@ def place_drawn(
     buffer = gather(joint, order, substep, context)
     loader = joint.holders(demand.first)[order]
     cut = cut_samples(buffer, spec.cut_samples) if spec.cut_samples else None
+    if LOSS_RUNS in buffer.meta:  # only of use for cuts
+        own = {name: column for name, column in buffer.meta.items() if name != LOSS_RUNS}
+        buffer = replace(buffer, meta=own)
     if cut is not None:
         buffer = cut.buffer
         ledger.count_truncated(cut.truncated, cut.lost)

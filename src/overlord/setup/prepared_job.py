@@ -399,7 +399,7 @@ def _pipeline(job: Job, source: Source) -> Pipeline:
         seed=job.seed,
         context=job.document_limit,
         on_long=job.on_long,
-        cuts=job.batch.in_chunks,
+        cuts=job.batch.in_chunks or cut_samples(job) is not None,
     )
 
 
