@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace
+from typing import Any
 
 from overlord.batch_ramp import Ramp
 from overlord.mesh import SIZES, Batch
@@ -24,10 +25,9 @@ class BatchPart:
     @property
     def most(self) -> Batch:
         """The batch of the largest step, without ramps."""
-        sizes = {name: getattr(self.batch, name) for name in SIZES}
-        return replace(
-            self.batch, **{name: s.most for name, s in sizes.items() if isinstance(s, Ramp)}
-        )
+        ramps = ((name, getattr(self.batch, name)) for name in SIZES)
+        sizes: Any = {name: ramp.most for name, ramp in ramps if isinstance(ramp, Ramp)}
+        return replace(self.batch, **sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,14 @@ class BatchByStep:
         return (self.parts[number].name or number) if self.staged else None
 
     @property
+    def largest_number(self) -> int:
+        """The number of the part with the largest steps."""
+        return max(range(len(self.parts)), key=lambda k: size_of(self.parts[k].most))
+
+    @property
     def largest(self) -> Batch:
         """The batch of the largest step of all, without ramps, for estimates of memory and load."""
-        return max((part.most for part in self.parts), key=size_of)
+        return self.parts[self.largest_number].most
 
 
 def size_of(batch: Batch) -> tuple[int, int]:

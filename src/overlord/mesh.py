@@ -516,7 +516,7 @@ class Batch:
 
     def at(self, step: int) -> Batch:
         """Return the batch of a step: itself, or a copy with the numbers of its ramps."""
-        sizes = {n: r.at(step) for n in SIZES if isinstance(r := getattr(self, n), Ramp)}
+        sizes: Any = {n: r.at(step) for n in SIZES if isinstance(r := getattr(self, n), Ramp)}
         return replace(self, **sizes) if sizes else self
 
     @property

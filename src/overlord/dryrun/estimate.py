@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from overlord.batch_by_step import size_of
 from overlord.dryrun.constants import Measured, load_or_measure
 from overlord.dryrun.machines import (
     ClusterShape,
@@ -206,7 +205,7 @@ def uniform(job: Job) -> Job:
     """Return a job without stages and ramps, whose steps all have the largest size."""
     if not job.stages:
         return replace(job, batch=job.batches.largest)
-    number = max(range(len(job.stages)), key=lambda k: size_of(job.batches.parts[k].most))
+    number = job.batches.largest_number
     stage, batch = job.stages[number], job.batches.parts[number].most
     limit = None if job.hybrid or batch.in_chunks else min(job.document_limit, batch.context)
     return replace(

@@ -266,7 +266,9 @@ def _context_problems(job: Job) -> list[str]:
 def _problems_alone(job: Job, stage: Stage) -> list[str]:
     """Return the problems of a job that has one stage only."""
     batch = stage.batch_of(job)
-    longest = {} if job.hybrid else {"max_document": min(job.document_limit, batch.context)}
+    longest: dict[str, Any] = (
+        {} if job.hybrid else {"max_document": min(job.document_limit, batch.context)}
+    )
     mixture = job.mixture if stage.mixture is None else stage.mixture
     if batch.in_chunks:
         longest = {"max_document": job.document_limit}

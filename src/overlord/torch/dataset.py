@@ -221,7 +221,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             return None
         known: int | None = getattr(self._client, "microbatches_per_step", None)
         known = known if self.job is None else self.job.batch.microbatches
-        return step.info.microbatches or known
+        return step.expected_microbatches or known
 
     def _same_plan(self, step: TensorStep) -> None:
         """Raise ``StateMismatch`` if the delivered microbatches belong to another plan.
