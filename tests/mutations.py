@@ -36,6 +36,8 @@ TESTS = {
         "properties/test_concat.py",
         "unit/test_stages.py",
         "properties/test_stages.py",
+        "properties/test_chunk_weights.py",
+        "properties/test_source_budgets.py",
         "unit/test_golden.py",
         "unit/test_planner.py",
         "unit/test_long_documents.py",
@@ -60,6 +62,7 @@ TESTS = {
     ),
     "loader": (
         "unit/test_golden.py",
+        "properties/test_source_budgets.py",
         "unit/test_loader.py",
         "unit/test_reader.py",
         "unit/test_loader_rollback.py",
@@ -544,8 +547,8 @@ MUTATIONS = [
         ),
         (
             "a restored epoch starts at its first group",
-            "for g in range(group, self.n_groups):",
-            "for g in range(0, self.n_groups):",
+            "for g in range(group, self.groups_of(epoch)):",
+            "for g in range(0, self.groups_of(epoch)):",
         ),
     ),
     *_at(
@@ -630,6 +633,34 @@ MUTATIONS = [
         ),
     ),
     *_at(
+        "planning/budgets.py",
+        (
+            "one token beyond the budget",
+            "= front.samples_within(left)",
+            "= front.samples_within(left + 1)",
+        ),
+        (
+            "look-ahead beyond the budget",
+            "isinstance(front, BudgetFront) and front.ended",
+            "isinstance(front, BudgetFront) and front is None",
+        ),
+        (
+            "candidates as timing has them",
+            "isinstance(front, BudgetFront) and front.ended",
+            "isinstance(front, BudgetFront)",
+        ),
+        ("a chunk beyond the budget", "min(held, self._left)", "held"),
+        ("a budget for each launch", "source.max_tokens - drawn[i]", "source.max_tokens"),
+        ("rows after a budget in quarantine", "or ready > 0)", "and ready < 0)"),
+    ),
+    *_at(
+        "loader/partial_epoch.py",
+        ("a part one row short", "Fraction(1, 2))", "Fraction(1, 2)) - 1"),
+        ("the last window whole", "(key < limit) | (", "(key <= limit) | ("),
+        ("the last chunk whole", "< np.uint64(self.below)", "<= np.uint64(WHOLE - 1)"),
+        ("a wrong window", "(middle + 1) * slice_rows", "middle * slice_rows"),
+    ),
+    *_at(
         "planning/chunks.py",
         ("the rest of a cut sample is lost", "pieces.end == tokens, state", "tokens > 0, state"),
         ("a cut that stays", "        cut[i] = 0\n", "        cut[i] += 0\n"),
@@ -656,6 +687,17 @@ MUTATIONS = [
         ("a cut sample begins again", "np.where(rank == 0, ", "np.where(rank < 0, "),
         ("a chunk one token short", "(chunk + 1) * context)", "(chunk + 1) * context - 1)"),
         ("sources in turn", "(2 * before + length) / (2 * total)", "before"),
+        (
+            "the label after a piece has no weight",
+            "ahead = remaining > 0 if",
+            "ahead = remaining < 0 if",
+        ),
+        (
+            "weights of the sample's start",
+            "pieces.offset + 1, pieces.offset",
+            "0 * pieces.offset + 1, pieces.offset",
+        ),
+        ("a run counts once", "tokens * weight[at]", "weight[at]"),
     ),
     *_at(
         "constructor/build.py",

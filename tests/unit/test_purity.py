@@ -25,6 +25,7 @@ VALUES = (
     "batch_rules",
     "checks",
     "errors",
+    "given_columns",
     "hashing",
     "late_binding",
     "mesh",
@@ -35,6 +36,7 @@ VALUES = (
 )
 CORES = (
     "loader.loader",
+    "loader.partial_epoch",
     "loader.samples",
     "constructor.assembler",
     "constructor.compact",

@@ -65,7 +65,7 @@ class PlanHistory:
 
     def applied(self, event: Event) -> None:
         """Keep an event for the next rollback."""
-        self._log.add(event, self.acked + 1)
+        self._log.add(event, lambda: self.acked + 1)
 
     def reported(self, report: Report) -> None:
         """Keep a report that arrived in time, for the next rollback."""

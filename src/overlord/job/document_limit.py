@@ -7,7 +7,7 @@ context is the capacity of one rank, and a ring of ranks can share a longer samp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from overlord.checks import is_int
 from overlord.errors import JobError
@@ -18,19 +18,7 @@ from overlord.mesh import Batch, Mesh
 if TYPE_CHECKING:
     from overlord.job.job import Job
 
-HYBRID = ("hdp_balance",)  # strategies of the package that split samples over ranks
 ALONE = "with samples that ranks share"
-
-
-def splits_documents(strategy: Any) -> bool:
-    """Return whether a strategy is known to split samples over ranks.
-
-    A function is if it has a true attribute ``hybrid``. Others may do so too; their jobs give
-    ``max_document``.
-    """
-    if isinstance(strategy, str):
-        return strategy in HYBRID
-    return bool(getattr(strategy, "hybrid", False))
 
 
 def ring_ranks(place: Mesh) -> int:
@@ -38,17 +26,13 @@ def ring_ranks(place: Mesh) -> int:
     return place.dp * place.cp
 
 
-def of(job: Job) -> int:
-    """Return the tokens of the longest sample of a job."""
-    if job.max_document is not None:
-        return job.max_document
-    if job.hybrid:
-        return _capacity(job) * ring_ranks(job.place)
-    return max(stages.contexts(job))
+def of_ring(job: Job) -> int:
+    """Return the tokens of the longest sample that all ranks of a hybrid job can share."""
+    return _capacity(job) * ring_ranks(job.place)
 
 
 def _capacity(job: Job) -> int:
-    """Return the tokens of a rank in a hybrid job, of which pieces can use all."""
+    """Return the capacity of a rank in a hybrid job, rounded down to what pieces can fill."""
     own, context = getattr(job.strategy, "capacity", None), job.batch.context
     if not isinstance(own, int) or not 0 < own < context:
         return context
@@ -57,7 +41,7 @@ def _capacity(job: Job) -> int:
 
 
 def _unit(job: Job) -> int:
-    """Return the number of tokens of which every piece with padding is a multiple."""
+    """Return the number that divides the tokens of every padded piece."""
     return 2 * job.batch.pad_multiple * (job.place.tp if job.batch.sequence_parallel else 1)
 
 

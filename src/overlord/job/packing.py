@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from overlord.job.hooks import CONSUME
-from overlord.mesh import Batch, Mesh
+from overlord.mesh import Mesh
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
@@ -17,11 +17,8 @@ IN_STREAM_ORDER = ("vanilla", "packed", "backbone_balance", "encoder_balance")
 
 
 def problems(job: Job) -> list[str]:
-    """Return every reason why a job cannot be packed as its batch says, as text."""
-    batch = job.batch
-    if not isinstance(batch, Batch) or not batch.pads:
-        return []
-    found = list[str]()
+    """Return every reason why a job cannot have the packing or shape of its batch, as text."""
+    batch, found = job.batch, list[str]()
     if job.hybrid:
         what = CHUNKS if batch.in_chunks else FIXED
         found.append(

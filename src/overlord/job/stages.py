@@ -111,6 +111,16 @@ def batches(job: Job) -> BatchByStep:
     )
 
 
+def shown_size(job: Job) -> str:
+    """Return the size of the steps of a job as text, or the number of its stages."""
+    batch = job.batch
+    if job.stages:
+        return f"{len(job.stages)} stages"
+    if batch.in_chunks:
+        return f"{batch.samples or batch.chunks} chunks of {batch.context} tokens a step"
+    return f"{_size(batch)} {'samples' if batch.tokens is None else 'tokens'} a step"
+
+
 def contexts(job: Job) -> list[int]:
     """Return the context of every stage, or that of the job's batch."""
     return [part.batch.context for part in batches(job).parts]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from overlord.errors import PlanError
+from overlord.messages.control import StreamState
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.cut_pieces import cut_pieces, piece_buffer
 from overlord.planning.draw import Drawn, LoaderRequests
@@ -56,27 +57,53 @@ class TokenFront:
         count, more = self._stream.samples_for(0, tokens - held)
         return len(self._ends) - 1 + count, held + more
 
+    def samples_within(self, tokens: int) -> tuple[int, int]:
+        """Return the most samples with at most ``tokens`` in all, and their tokens."""
+        count = int(np.searchsorted(self._ends, tokens, side="right")) - 1
+        held = int(self._ends[count])
+        if count < len(self._ends) - 1:
+            return count, held
+        more, rest = self._stream.samples_within(tokens - held)
+        return count + more, held + rest
+
 
 def token_fronts(
-    pool: LookAheadPool, streams: Sequence[SourceStream], cut: Sequence[int]
+    pool: LookAheadPool, streams: Sequence[SourceStream], state: StreamState, names: Sequence[str]
 ) -> list[TokenFront]:
-    """Return the fronts of the streams behind the samples of the pool, of which some are cut."""
-    return [
-        TokenFront(stream, pool.open_tokens(i), cut[i] if cut else 0)
-        for i, stream in enumerate(streams)
-    ]
+    """Return the fronts of the sources: the samples of the pool, of which some are cut, first.
+
+    Raise ``PlanError`` if a cut sample has no rest: its source was changed.
+    """
+    fronts, cut = [], [*state.cut] or [0] * len(streams)
+    for i, stream in enumerate(streams):
+        tokens = pool.open_tokens(i)
+        if len(tokens) and cut[i] >= tokens[0]:
+            raise PlanError(
+                f"source {names[i]!r}: expected a sample of more than {cut[i]} tokens, of which "
+                f"steps have received {cut[i]}, got one of {tokens[0]}",
+                state.step,
+                "resume with the files and transforms of the saved run",
+            )
+        fronts.append(TokenFront(stream, tokens, cut[i]))
+    return fronts
 
 
 def place_chunks(
-    context: StepContext, drawn: Drawn, pool: LookAheadPool, demand: LoaderRequests
+    context: StepContext,
+    drawn: Drawn,
+    counts: Sequence[int],
+    pool: LookAheadPool,
+    demand: LoaderRequests,
 ) -> PlacedStep:
     """Cut the drawn tokens into chunks, and place these by the strategy.
+
+    ``counts``: the samples of each source that have these tokens.
 
     Raise ``PlanError`` for an invalid plan.
     """
     spec, state = context.spec, context.state
     pops = pool.number(demand.n_loaders)
-    candidates = pool.candidates(drawn.counts[0])
+    candidates = pool.candidates(counts)
     columns = PieceColumns(candidates.pieces)
     samples = gather(columns, candidates.rows, None, context)
     tokens = samples.meta["tokens"]

@@ -431,6 +431,15 @@ class RankProgress(dict[int, int]):
 HORIZON_STRIDE = 4  # groups by which the horizon advances
 
 
+def lacking(fronts: Sequence[Front], waiting: Mapping[int, int]) -> dict[int, int]:
+    """Return the number of samples that each source lacks for a draw that needs ``waiting``."""
+    return {
+        i: n - fronts[i].ready
+        for i, n in sorted(waiting.items())
+        if fronts[i].ready < n and not fronts[i].ended
+    }
+
+
 class LoaderRequests:
     """The samples that each loader holds and should hold. Methods return the Refills to send."""
 

@@ -22,12 +22,12 @@ FEWER = 64  # the search for the samples that fit goes down by this part of them
 
 
 def packing_sizes(sizes: np.ndarray, batch: Batch) -> np.ndarray:
-    """Return the sizes that count against the capacity of a microbatch.
+    """Return the sizes that count against the capacity of a microbatch of fixed shape.
 
-    With a fixed shape a document counts at least ``context / max_documents`` tokens. So the
-    documents of a full microbatch are at most ``max_documents``.
+    A document counts at least ``context / max_documents`` tokens. So a full microbatch has at most
+    ``max_documents`` documents.
     """
-    if not batch.fixed or batch.in_chunks or batch.max_documents is None:
+    if batch.in_chunks or batch.max_documents is None:
         return sizes
     return np.maximum(sizes, -(-batch.context // batch.max_documents))
 
@@ -44,7 +44,7 @@ def candidate_order(source: np.ndarray, counts: Sequence[int]) -> np.ndarray:
 
 
 def fitting_rows(buffer: Buffer, sizes: np.ndarray, place: Mesh) -> np.ndarray:
-    """Return the rows, rising, of the samples that fit into a step's microbatches.
+    """Return the rows, ascending, of the samples that fit into a step's microbatches.
 
     ``sizes``: their tokens with padding. The other samples wait for a later step.
     """
@@ -56,10 +56,10 @@ def fitting_rows(buffer: Buffer, sizes: np.ndarray, place: Mesh) -> np.ndarray:
 
 
 def filling(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np.ndarray:
-    """Return the rows, rising, of the samples that fill ``n_bins`` bins; the oldest go first.
+    """Return the rows, ascending, of the samples that fill ``n_bins`` bins; the oldest go first.
 
-    They are the longest run from the start that best fit packs, as far as a search from above finds
-    it.
+    They are a run from the start that best fit can pack. A search from above looks for the longest
+    one, and may miss it.
     """
     age = np.zeros(len(buffer), np.int32) if buffer.age is None else buffer.age
     first = np.argsort(-age, kind="stable")

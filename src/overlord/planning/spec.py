@@ -44,6 +44,8 @@ class SourceSpec:
     leaves: bool = False
     # the source's own weight, used if it was added in mid-run and the mixture does not name it
     weight: float = 0.0
+    max_tokens: int | None = None  # most tokens that the job draws from the source
+    last_groups: int | None = None  # groups of the last epoch, if it ends early
 
     def stream(self, cursor: Cursor) -> SourceStream:
         """Return a new stream of the source that starts at ``cursor``."""
@@ -55,6 +57,7 @@ class SourceSpec:
             max_bad=self.max_bad,
             cursor=cursor,
             files=self.files,
+            last_groups=self.last_groups,
         )
 
 
@@ -102,6 +105,12 @@ class PlannerSpec:
     def batch_at(self, step: int) -> Batch:
         """Return the batch of a step."""
         return self.batch if self.batches is None else self.batches.at(step)
+
+    @property
+    def stage_starts(self) -> tuple[int, ...]:
+        """The first steps of stages, and the step before which a number of steps ends the job."""
+        firsts = () if self.batches is None else tuple(p.first for p in self.batches.parts)
+        return firsts if self.end is None else (*firsts, self.end)
 
     def growth(self, step: int, later: int) -> float:
         """Return the size of a later step over that of a step, in samples or tokens."""
@@ -233,9 +242,8 @@ class Ledger:
     def count(self, plan: LoadingPlan, weights: Sequence[float], active: Sequence[bool]) -> None:
         """Count the samples and tokens of a planned step, and record its mixture."""
         n = len(self.samples)
-        begun = plan.source if plan.offset is None else plan.source[plan.offset == 0]
         samples, tokens = (
-            np.bincount(begun, minlength=n),  # a sample counts with its first piece
+            np.bincount(plan.begun, minlength=n),
             np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64),
         )
         self.samples += samples

@@ -21,14 +21,8 @@ from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.balance.binpack import cut_inside
 from overlord.planning.balance.hybrid_rules import check_arguments
 from overlord.planning.cost import CostFn, fingerprint_of, named
-from overlord.planning.cost.of_model import (
-    DENSE_12B,
-    RING_12B,
-    VIT_1B,
-    encoder_of,
-    of_model,
-    ring_of,
-)
+from overlord.planning.cost.models import DENSE_12B, VIT_1B, encoder_of, of_model
+from overlord.planning.cost.on_rings import RING_12B, ring_of
 from overlord.planning.graph.dgraph import DGraph
 from overlord.planning.images import PER
 from overlord.planning.selection import hold_long

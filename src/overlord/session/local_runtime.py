@@ -25,7 +25,7 @@ from overlord.constructor.assembler import Assembler
 from overlord.constructor.build import StepDocuments
 from overlord.constructor.service import ConstructorService, RankQueue
 from overlord.errors import JobError
-from overlord.job.hooks import CONSTRUCTOR, LOADER, of_kind, ordered_weights, popped_by
+from overlord.job.hooks import CONSTRUCTOR, LOADER, ordered_weights, popped_by
 from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
@@ -87,7 +87,7 @@ class LocalRuntime:
                 self.loading.open(loader, reader)
         self._images, self._batches = prepared.images, job.batches
         self._broadcast, self._seed = options.broadcast, job.seed
-        self._pop_hooks = of_kind(tuple(job.hooks), LOADER)
+        self._pop_hooks = job.hooks_of(LOADER)
         self.building = ConstructorService(
             [
                 Assembler(b, ranks, options.build_ahead or options.prefetch)
@@ -98,7 +98,7 @@ class LocalRuntime:
             executor=executor,
             run=self.run,
             cannot=self.event,
-            hooks=of_kind(tuple(job.hooks), CONSTRUCTOR),
+            hooks=job.hooks_of(CONSTRUCTOR),
             images=self._images,
             broadcast=options.broadcast,
             spoiled=self.event,

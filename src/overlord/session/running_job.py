@@ -110,7 +110,9 @@ class RunningJob:
             raise
         self.loop.start(self.fail)
         self.refresher = (
-            Refresher(prepared, self.metrics) if prepared.options.partition == "auto" else None
+            Refresher(lambda: self.generation.prepared, self.metrics)
+            if prepared.options.partition == "auto"
+            else None
         )
         if self.refresher is not None:
             self.refresher.start()
@@ -200,7 +202,18 @@ class RunningJob:
             microbatches=job.batch.microbatches,
             world_size=job.place.world_size,
             evaluation=job.evaluation,
+            missing_ranks=self.missing_ranks,
         )
+
+    def missing_ranks(self) -> list[int]:
+        """Return the ranks of the mesh that no client takes, before the first step.
+
+        Of a session that serves other processes it is empty: it waits for all ranks.
+        """
+        with self.lock:
+            if self.begun or self.remote_ranks is not None:
+                return []
+            return [rank for rank in range(self.job.place.world_size) if rank not in self.clients]
 
     def new_queue(self, rank: int, generation: Generation) -> StepQueue:
         """Return an empty step queue of a rank. The caller holds the lock."""

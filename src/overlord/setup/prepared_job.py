@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from overlord.checks import is_int
 from overlord.constructor.images import PixelForm
 from overlord.errors import JobError
+from overlord.hashing import digest
 from overlord.job.consumption import consumed_by
-from overlord.job.hooks import CONSUME, of_kind
+from overlord.job.hooks import CONSUME
 from overlord.job.job import Job, Source
 from overlord.job.stages import cut_samples
 from overlord.loader.loader import Loader
+from overlord.loader.partial_epoch import partial_epoch
 from overlord.loader.reader import SourceReader
 from overlord.loader.samples import SourceOrder
 from overlord.mesh import ClientPlaceTree
@@ -70,6 +73,20 @@ class ReaderSpec:
     # transforms run in a worker process: they hold the interpreter lock, or the job requests it
     processes: bool
 
+    @property
+    def cost_fingerprint(self) -> str:
+        """Digest of everything that the costs of the source depend on.
+
+        These are its files and transforms, slice size, context and ``on_long``.
+        """
+        return digest(
+            self.index.fingerprint,
+            self.pipeline.fingerprint,
+            str(self.read.slice_rows),
+            str(self.pipeline.context),
+            self.pipeline.on_long,
+        )
+
 
 def open_loader(
     spec: ReaderSpec,
@@ -117,6 +134,7 @@ class PreparedJob:
         self.added: tuple[str, ...]  # sources added in mid-run; they are last in the job
         self.strategy = resolve(job.strategy)
         self.pipelines = [_pipeline(job, source) for source in job.sources]
+        self._index_threads = 2 * n_workers(options)
         self.indexes = build_resumed_indexes(
             [
                 IndexSpec(s.name, s.uri, s.format, self._read_options(s, p))
@@ -124,11 +142,12 @@ class PreparedJob:
             ],
             removed or {},
             cache_dir=options.cache_dir or default_cache_dir(),
-            workers=2 * n_workers(options),
+            workers=self._index_threads,
             progress=options.progress,
         )
         self.given, self.added = job, ()
         self.job = job = _bound(job, self.indexes)
+        self.images = PixelForm.of(job.sources)
         self.handles = OpenChunkCache(max_open=options.open_files, max_bytes=options.open_bytes)
         self.orders = [_order(job, s, i) for s, i in zip(job.sources, self.indexes, strict=True)]
         self.fingerprint = job_fingerprint(job, self.indexes, self.pipelines)
@@ -145,10 +164,6 @@ class PreparedJob:
             self.options.lengths_only and pipeline.lengths_suffice,
         )
 
-    @property
-    def images(self) -> PixelForm | None:
-        return PixelForm.of(self.job.sources)
-
     def loaders_of(self, i: int) -> int:
         return (self.options.loaders or {}).get(self.job.sources[i].name, 1)
 
@@ -157,13 +172,15 @@ class PreparedJob:
         return SourceSpec(
             name=source.name,
             n_groups=self.orders[i].n_groups,
-            epochs=source.epochs,
+            epochs=self.orders[i].begun(source.epochs),
             max_bad=source.max_bad,
             loaders=self.loaders_of(i),
             leaves=source.on_lost == "leave",
             files=tuple(f.path for f in self.indexes[i].files),
             meta=self.pipelines[i].meta_names,
             weight=float(source.weight),
+            max_tokens=source.max_tokens,
+            last_groups=None if (partial := self.orders[i].partial) is None else partial.groups,
         )
 
     def planner(self, state: StreamState | None = None) -> Planner:
@@ -200,7 +217,7 @@ class PreparedJob:
 
     def _consume(self) -> Callable[[Buffer], np.ndarray] | None:
         """Return the choice of the hook ``loader_do_plan(consume=)``; None without one."""
-        hooks, seed = of_kind(tuple(self.job.hooks), CONSUME), self.job.seed
+        hooks, seed = self.job.hooks_of(CONSUME), self.job.seed
         return (lambda candidates: consumed_by(hooks[0], candidates, seed)) if hooks else None
 
     def with_floor(self, floor: int) -> PreparedJob:
@@ -262,7 +279,7 @@ class PreparedJob:
             index=self.indexes[i],
             read=self._read_options(source, self.pipelines[i]),
             pipeline=self.pipelines[i],
-            epochs=source.epochs,
+            epochs=self.orders[i].begun(source.epochs),
             processes=self.processes_of(i),
         )
 
@@ -305,9 +322,13 @@ class PreparedJob:
         more.options = replace(
             self.options, loaders={**(self.options.loaders or {}), source.name: loaders}
         )
-        if problems := more.options.problems(job):
-            raise JobError(problems, "add_source")
-        if self.images is None and more.images is not None:
+        if not is_int(loaders) or loaders < 1:
+            problem = (
+                f"loaders: expected a whole number of at least 1 for {source.name!r}, got "
+                f"{loaders!r}"
+            )
+            raise JobError([problem], "add_source")
+        if self.images is None and any(t.kind == "images" for t in source.transforms):
             problem = (
                 f"source {source.name!r}: expected a source without images, since the job started "
                 "without, got one with images; list one from the start, at weight 0"
@@ -321,7 +342,7 @@ class PreparedJob:
                 )
             ],
             cache_dir=self.options.cache_dir or default_cache_dir(),
-            workers=2 * n_workers(self.options),
+            workers=self._index_threads,
             progress=self.options.progress,
         )
         more.pipelines, more.indexes = [*self.pipelines, pipeline], [*self.indexes, index]
@@ -404,13 +425,24 @@ def _pipeline(job: Job, source: Source) -> Pipeline:
 
 
 def _order(job: Job, source: Source, index: Index) -> SourceOrder:
-    return SourceOrder(
+    order = SourceOrder(
         name=source.name,
         n_chunks=len(index.chunks),
         seed=job.seed,
         shuffle=source.shuffle,
         shuffle_chunks=job.shuffle_chunks,
+        rows_known=index.rows is not None,
     )
+    if source.epochs is None:
+        return order
+    partial = partial_epoch(order, index.chunks, source.epochs, job.slice_rows)
+    if partial is None and source.epochs < 1:
+        problem = (
+            f"source {source.name!r}.epochs: expected a part with at least one row, got "
+            f"{source.epochs}; raise it"
+        )
+        raise JobError([problem], "launch")
+    return replace(order, partial=partial)
 
 
 def _bound(job: Job, indexes: list[Index], added: tuple[str, ...] = ()) -> Job:

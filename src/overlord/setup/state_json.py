@@ -34,6 +34,7 @@ from overlord.planning.state_json import (
     state_problem,
 )
 from overlord.planning.strategies import RawPlan
+from overlord.setup.changed_budgets import with_changed_budgets
 from overlord.sources.index import Index, RemovedSource
 from overlord.transforms.pipeline import Pipeline
 
@@ -57,7 +58,8 @@ STREAM_FIELDS = (
     "feedback_lag",
     "on_long",
 )
-LIMIT = "max_document"  # the entry with the tokens of the longest sample, if it is not the context
+# The entry with the tokens of the longest sample: where it is not the context, and of chunks.
+LIMIT = "max_document"
 
 
 def job_fingerprint(
@@ -79,7 +81,7 @@ def job_fingerprint(
         else "function " + digest(code_text(job.strategy)),
     }
     entries |= {name: str(getattr(job, name)) for name in STREAM_FIELDS}
-    if job.document_limit != job.batch.context:
+    if job.document_limit != job.batch.context or job.batch.in_chunks:
         entries[LIMIT] = str(job.document_limit)
     for k, stage in enumerate(job.stages):
         entries[f"stage {k}"] = digest(stage_text(job, stage))
@@ -143,6 +145,7 @@ def reading_text(source: Source) -> str:
         f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes "
         f"{source.max_sample_bytes}"
         + (f", on_lost {source.on_lost}" if source.on_lost != "fail" else "")
+        + (f", max_tokens {source.max_tokens}" if source.max_tokens is not None else "")
     )
 
 
@@ -264,14 +267,14 @@ def state_from_json(
     """
     _check_form(saved)
     try:
-        _check_fingerprint(saved, job, fingerprint, allow)
-        state = _state_of(saved, job, orders)
+        _check_cut(saved, job, fingerprint)
+        allowed = _check_fingerprint(saved, job, fingerprint, allow)
+        state = with_changed_budgets(_state_of(saved, job, orders), job, orders, allowed)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
         remedy = "save and load the result of state_dict() unchanged"
         problem = f"the state is damaged: {type(e).__name__}: {e}"
         raise StateMismatch({}, remedy, problem) from e
     _check_ahead(state, job)
-    _check_cut(saved, job)
     return _with_schedule(state, job, allow)
 
 
@@ -344,12 +347,24 @@ def _check_ahead(state: StreamState, job: Job) -> None:
     )
 
 
-def _check_cut(saved: Mapping[str, Any], job: Job) -> None:
-    """Refuse a state with cut samples for a job that takes whole samples, and the reverse."""
-    if saved.get("cut") and not job.batch.in_chunks:
+def _check_cut(saved: Mapping[str, Any], job: Job, fingerprint: Mapping[str, str]) -> None:
+    """Refuse a state with cut samples for a job that has no rest of them, whatever it allows."""
+    if not saved.get("cut"):
+        return
+    if not job.batch.in_chunks:
         raise StateMismatch(
             {"cut": ("samples of which steps have received a part", "a batch of whole samples")},
             'continue with packing="concat"; the end of an epoch or of the data has no cut sample',
+        )
+    then = saved["fingerprint"]
+    if other := {
+        name: (str(then.get(name)), fingerprint[name])
+        for name in (LIMIT, "on_long")
+        if then.get(name) != fingerprint[name]
+    }:
+        raise StateMismatch(
+            other,
+            "set the saved values: steps have received parts of samples, which would end elsewhere",
         )
 
 
@@ -377,11 +392,13 @@ def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> Stre
 
 def _check_fingerprint(
     saved: Mapping[str, Any], job: Job, now: Mapping[str, str], allow: tuple[str, ...]
-) -> None:
+) -> dict[str, tuple[str, str]]:
+    """Return the differences that ``allow`` permits; raise ``StateMismatch`` for others."""
     differ, absent = _differences(saved, job, now)
+    allowed = {entry: pair for entry, pair in differ.items() if entry in allow}
     differ = {entry: pair for entry, pair in differ.items() if entry not in allow}
     if not differ:
-        return
+        return allowed
     if "batch" in differ:
         differ["batch"] = describe_batches(*differ["batch"], job)
     entries = (

@@ -39,6 +39,7 @@ from overlord.transforms.columns import (
     HIDDEN,
     Bad,
     Check,
+    RowFrame,
     Unfit,
     as_bool,
     as_meta,
@@ -57,7 +58,7 @@ from overlord.transforms.columns import (
     unfit_rows,
 )
 from overlord.transforms.encoders import KEY, Encoders, check_messages, check_tools
-from overlord.transforms.fill_in_middle import keys_of
+from overlord.transforms.fill_in_middle import FillInMiddle, keys_of
 from overlord.transforms.image_rows import (
     ITEM,
     RANDOM_KEY,
@@ -93,7 +94,6 @@ from overlord.transforms.requirements import (
 )
 from overlord.transforms.tokenize import Tokenize
 from overlord.transforms.user_functions import (
-    RowFrame,
     columns_per_row,
     join_rows,
     meta_per_row,
@@ -102,6 +102,8 @@ from overlord.transforms.user_functions import (
     run_whole,
     value_per_row,
 )
+
+ID_BYTES = 4  # bytes of an id in the metadata ``bytes`` of a source without a tokenizer
 
 
 class Pipeline:
@@ -132,13 +134,15 @@ class Pipeline:
         self.columns: tuple[str, ...] | None = raw_columns(source, self.transforms)
         self.refused: tuple[str, ...] = refused_columns(source, self.transforms)
         self.lengths_suffice: bool = lengths_suffice(self.transforms)
-        self._images = find_images(source, self.transforms)
+        images = any(isinstance(t, Images) for t in self.transforms)
+        self._images = find_images(source, self.transforms) if images else None
         self._image_totals = ImageTotals(source)
         own = tuple(t.name for t in self.transforms if isinstance(t, Meta))
         names = own + (META if self._images else ())
         # Names of all metadata but ``tokens`` and ``bytes``.
         weights = (LOSS_WEIGHTS, LOSS_RUNS) if cuts else (LOSS_WEIGHTS,)
-        self.meta_names = names + (weights if has_weights(self.transforms) else ())
+        self._weighted = has_weights(self.transforms)
+        self.meta_names = names + (weights if self._weighted else ())
         self._columns_of_meta = names
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TransformError(
@@ -153,10 +157,14 @@ class Pipeline:
         self._running: dict[int, tuple[Transform, RowFrame, RowIds | None]] = {}
         # Schema of slices that the slice stage returns unchanged, once one was seen.
         self._unchanged_schema: pa.Schema | None = None
-        self._encoders = Encoders(source, self.transforms, context)
+        self._encoders = (
+            Encoders(source, self.transforms, context)
+            if any(isinstance(t, (Tokenize, Chat, FillInMiddle)) for t in self.transforms)
+            else None
+        )
         # Bytes of one id in the metadata ``bytes``. The number is fixed for the source: in memory
         # an id may be wider, if its batch has rows of a file with wider ids.
-        self._id_bytes = self._encoders.id_bytes
+        self._id_bytes = ID_BYTES if self._encoders is None else self._encoders.id_bytes
         if self._images is not None:
             self._id_bytes = max(
                 self._id_bytes, np.min_scalar_type(self._images.placeholder).itemsize
@@ -169,7 +177,7 @@ class Pipeline:
             self.seed,
             self.context,
             self.on_long,
-            self._encoders.contents,
+            {} if self._encoders is None else self._encoders.contents,
             self._cuts,
         )
 
@@ -183,7 +191,8 @@ class Pipeline:
 
         ``contents``: digest of each file at launch, by the position of its transform.
         """
-        self._encoders.check(contents)
+        if self._encoders is not None:
+            self._encoders.check(contents)
 
     @property
     def fingerprint(self) -> str:
@@ -225,7 +234,7 @@ class Pipeline:
                     )
                 ),
             )
-        if self._encoders.need_keys:
+        if self._encoders is not None and self._encoders.need_keys:
             key = key64("fill_in_middle", self.seed, self.source)
             frame.put(KEY, arrow_of(keys_of(key, ids.epoch, ids.file, ids.row)))
         try:
@@ -271,7 +280,8 @@ class Pipeline:
         for name, items in self._paired_meta:
             bad = unequal_items(frame.table, name, items) | bad
         lengths = tokens.lengths
-        if (weights := weights_of(frame.table)) is not None:
+        weights = weights_of(frame.table) if self._weighted else None
+        if weights is not None:
             bad = unequal_weights(weights, lengths) | bad
         # The usual case: no row is removed or split.
         if not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context:
@@ -364,6 +374,7 @@ class Pipeline:
             if not frame.table.num_rows:
                 return
         if isinstance(t, (Tokenize, Chat)):
+            assert self._encoders is not None
             self._encoders.run(position, frame)
         elif isinstance(t, Tokens):
             _use_ids(frame, t)

@@ -329,7 +329,7 @@ class DGraph:
             objective = "iteration" if level in ONCE or not capacity else self.buffer.objective
         problem = PackingProblem(
             costs=graph.costs,
-            sizes=packing_sizes(self.sizes(), batch) if capacity else self.sizes(),
+            sizes=packing_sizes(self.sizes(), batch) if capacity and batch.fixed else self.sizes(),
             n_buckets=(n := self.mesh.n_buckets(self.axis)),
             capacity=capacity,
             group_size=self.group_size,
@@ -366,6 +366,8 @@ class DGraph:
         blocks of ranks, as Megatron has them. ``padded``: samples are padded to 2 x ring size, by
         default if groups are powers of two or the batch pads. ``equal_counts`` of microbatches, by
         default as ``Job.sync`` says; ``count_multiple`` of them. ``node``: ranks of a node (8).
+        ``offload_share``, ``offload_base``, ``offload_slope``, ``offload_bytes``, ``host_memory``:
+        activations on the host instead of more ranks (``HybridRules``).
         """
         from overlord.planning.graph.rings import split_graph  # it imports the schedule
 
