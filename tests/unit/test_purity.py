@@ -20,6 +20,8 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
 VALUES = (
+    "batch_by_step",
+    "batch_ramp",
     "batch_rules",
     "checks",
     "errors",

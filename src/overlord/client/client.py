@@ -229,6 +229,16 @@ class Step:
         return self._info.digest
 
     @property
+    def stage(self) -> str | int | None:
+        """The name of the step's stage, or its number; None if the job has no stages."""
+        return self._info.stage
+
+    @property
+    def expected_microbatches(self) -> int | None:
+        """``Batch.microbatches`` of the step's stage; None if the job has no stages."""
+        return self._info.microbatches
+
+    @property
     def global_valid_tokens(self) -> int | float:
         """The sum of the weights of all labels, over all ranks; divide summed losses by it.
 
@@ -514,7 +524,7 @@ class Client:
         before = self.mark()
         for step in self:
             try:
-                check_count(step, self.microbatches_per_step)
+                check_count(step, step.expected_microbatches or self.microbatches_per_step)
             except PlanError:
                 self._put_back(step, before)
                 raise
