@@ -19,7 +19,17 @@ import pytest
 SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
-VALUES = ("checks", "errors", "hashing", "late_binding", "mesh", "ring", "sample", "token_parts")
+VALUES = (
+    "checks",
+    "documents",
+    "errors",
+    "hashing",
+    "late_binding",
+    "mesh",
+    "ring",
+    "sample",
+    "token_parts",
+)
 CORES = (
     "loader.loader",
     "loader.samples",
@@ -30,6 +40,7 @@ CORES = (
     "constructor.exclusions",
     "constructor.rank_views",
     "constructor.runs",
+    "constructor.sample_documents",
     "cluster.placement",
     "cluster.plan_router",
     "cluster.supervisor",

@@ -107,9 +107,9 @@ class LocalStepQueue:
 
 
 class Piece(NamedTuple):
-    """The position of one sample in a microbatch.
+    """The position of one sample in a microbatch, or of one of its documents if it has several.
 
-    The sample is ``tokens[offset:offset + length]`` (packed), or the first ``length`` tokens of row
+    It is ``tokens[offset:offset + length]`` (packed), or the first ``length`` tokens of row
     ``offset`` (padded). Both refer to the whole microbatch, before a split for context parallelism.
     An offset of -1: this rank has no arrays.
     """
@@ -174,15 +174,23 @@ class Microbatch(Mapping[str, np.ndarray]):
 
     @property
     def samples(self) -> list[Piece]:
-        """The samples in order, created on each access: packing creates no object per sample."""
-        lengths = self._info.tokens[self._rows].tolist()
+        """The samples in order, created on each access: packing creates no object per sample.
+
+        A sample of several documents has an entry for each of them.
+        """
+        rows, lengths = self._rows, self._info.tokens[self._rows].tolist()
+        if "group_ids" in self._arrays and len(rows):
+            groups = self._arrays["group_ids"]
+            at = np.cumsum(np.append(0, groups[1:] != groups[:-1]))
+            rows = rows[np.minimum(at, len(rows) - 1)]
+            lengths = np.diff(self._arrays["cu_seqlens"]).tolist()
         if "attention_mask" in self._arrays:  # only in the padded layout
-            starts: Sequence[int] = range(len(self._rows))
+            starts: Sequence[int] = range(len(rows))
         elif "cu_seqlens_padded" in self._arrays:
             starts = self._arrays["cu_seqlens_padded"][:-1].tolist()
         else:
             starts = [-1] * len(lengths)
-        ids = [self._info.sample_id(i) for i in self._rows.tolist()]
+        ids = [self._info.sample_id(i) for i in rows.tolist()]
         return [Piece(i, o, n) for i, o, n in zip(ids, starts, lengths, strict=False)]
 
     def __repr__(self) -> str:

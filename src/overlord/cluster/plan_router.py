@@ -474,6 +474,8 @@ def _columns(plan: LoadingPlan, rows: np.ndarray) -> tuple[dict[str, Any], np.nd
         name: getattr(plan, name)[rows]
         for name in ("source", "epoch", "file", "row", "part", "tokens")
     }
+    if plan.documents is not None:
+        columns["documents"] = plan.documents.take(rows)
     return columns, None if plan.substep is None else plan.substep[rows]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from overlord import late_binding
 from overlord.checks import did_you_mean, is_int, is_real, one_of, shown_name, signature_problem
 from overlord.errors import JobError
-from overlord.job import document_limit, one_pass
+from overlord.job import document_limit, even_counts, one_pass, several_documents
 from overlord.job.consumption import consume_problems
 from overlord.job.hooks import Hook, hook_problems
 from overlord.job.mixture_weights import mixture_problems, schedule_problems
@@ -36,6 +36,7 @@ ON_LOST = ("fail", "leave")
 STRATEGIES = (
     "vanilla",
     "packed",
+    "even",
     "llm_balance",
     "backbone_balance",
     "encoder_balance",
@@ -452,6 +453,8 @@ class Job:
             + (hook_problems(self.hooks) or consume_problems(self.hooks, self.look_ahead))
             + self._look_ahead_problems()
             + document_limit.problems(self)
+            + several_documents.problems(self)
+            + even_counts.problems(self)
             + self._image_problems()
             + self._journal_problems()
         )

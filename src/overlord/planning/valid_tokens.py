@@ -32,7 +32,8 @@ def labels_of(plan: LoadingPlan, plain: np.ndarray, images: bool) -> int:
     Every token is a label except the first of each document and placeholders of images, which are
     not predicted.
     """
-    found = int(np.maximum(plan.tokens[plain] - 1, 0).sum())
+    counts = 1 if plan.documents is None else plan.documents.counts[plain]
+    found = int(np.maximum(plan.tokens[plain] - counts, 0).sum())
     a = plan.modules.get(ENCODER) if images else None
     if a is None or a.out is None or a.offset is None:
         return found

@@ -162,6 +162,7 @@ class PreparedJob:
             leaves=source.on_lost == "leave",
             files=tuple(f.path for f in self.indexes[i].files),
             meta=self.pipelines[i].meta_names,
+            documents=self.pipelines[i].document_meta,
             weight=float(source.weight),
         )
 
@@ -393,6 +394,7 @@ def _pipeline(job: Job, source: Source) -> Pipeline:
         seed=job.seed,
         context=job.document_limit,
         on_long=job.on_long,
+        room=job.batch.context,
     )
 
 
