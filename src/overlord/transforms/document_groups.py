@@ -221,9 +221,8 @@ def executed(source: str, transforms: Sequence[Transform]) -> tuple[Transform, .
         if isinstance(t, Tokens) and isinstance(t.loss, tuple):
             before = transforms[position - 1] if position else None
             if not isinstance(before, Pair):
-                _refuse(
-                    source, t, "loss: expected one column", "name one column, or put Pair first"
-                )
+                problem = f"loss: expected one column, got {t.loss!r}"
+                _refuse(source, t, problem, "name one column, or put Pair before it")
         if not isinstance(t, GROUPED):
             continue
         _check(source, t, follower, transforms)

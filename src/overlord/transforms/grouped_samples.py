@@ -70,12 +70,12 @@ def grouped_samples(
         usable = usable[lost[usable] == 0]
     row = ok[usable]
     first = _starts(tokens, row, lengths.take(usable))
-    size = kept.take(usable)
-    offsets = np.concatenate(([0], np.cumsum(sums(size)))).astype(np.int64)
-    at = ranges(first, size.values)
+    sizes = kept.take(usable)
+    offsets = np.concatenate(([0], np.cumsum(sums(sizes)))).astype(np.int64)
+    at = ranges(first, sizes.values)
     losses = None if weights is None else Ragged(_of(weights, tokens, row, at), offsets)
     return GroupedSamples(
-        row, Ragged(tokens.values[at], offsets), size, prompts.take(usable), losses, long, gone
+        row, Ragged(tokens.values[at], offsets), sizes, prompts.take(usable), losses, long, gone
     )
 
 
