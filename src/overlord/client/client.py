@@ -228,6 +228,11 @@ class Step:
         return self._info.valid_tokens
 
     @property
+    def global_samples(self) -> int:
+        """The number of samples of the step, over all ranks; a pair or a group is one sample."""
+        return self._info.samples
+
+    @property
     def served_by(self) -> int:
         """The rank that fetches these microbatches: this rank, or one that broadcasts to it.
 

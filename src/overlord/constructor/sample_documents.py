@@ -21,7 +21,7 @@ from overlord.constructor.pack import BatchArrays
 from overlord.documents import SampleDocuments
 
 GROUP_IDS, ROLES = "group_ids", "roles"
-NO_ROLE = -1
+NO_GROUP = NO_ROLE = -1
 
 
 class DocumentRuns(NamedTuple):
@@ -55,8 +55,10 @@ def with_document_keys(arrays: BatchArrays, documents: SampleDocuments) -> Batch
     assert int(counts.sum()) == len(real), "expected the documents of all samples"
     role = np.arange(len(real)) - np.repeat(np.cumsum(counts) - counts, counts)
     role[np.repeat(documents.lengths.lengths == 0, counts)] = NO_ROLE
-    keys = {GROUP_IDS: _column(np.repeat(documents.number, counts), real, len(source), -1, "i4")}
-    keys[ROLES] = _column(role, real, len(source), -1, "i4")
+    keys = {
+        GROUP_IDS: _column(np.repeat(documents.number, counts), real, len(source), NO_GROUP, "i4")
+    }
+    keys[ROLES] = _column(role, real, len(source), NO_ROLE, "i4")
     for name in documents.columns:
         values = documents.values(name)
         floats = values.dtype.kind == "f"

@@ -65,6 +65,7 @@ class StepInfo:
     # None: every rank of a data-parallel group gets all samples of the group
     place: Mesh | None = None
     on: Mesh | None = None  # the backbone's own mesh; None: ``place``
+    samples: int = 0  # of the step, over all ranks
 
     @staticmethod
     def of(stage: PlannedStep, after: StreamState | EncodedState | None = None) -> StepInfo:
@@ -78,6 +79,7 @@ class StepInfo:
             np.column_stack((p.source, p.epoch, p.file, p.row, p.part, p.tokens)),
             stage.after if after is None else after,
             *_rank_mapping(p),
+            samples=stage.samples,
         )
 
     def without_broadcast(self) -> StepInfo:
