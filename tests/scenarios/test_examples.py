@@ -28,6 +28,7 @@ SAYS = {
         " to 0.0",
         "quarantined: message 0: expected a role of system, developer, user",
     ],
+    "23_dpo.py": ["20 steps: loss 0.693 to 0.0", "quarantined: rejected is null or missing"],
     "03_resume.py": [
         "step 3 on 3 ranks: 24 samples, the same",
         "step 5 on 3 ranks: 24 samples, the same",
@@ -101,6 +102,7 @@ NEEDS = {
     "16_hdp.py": "torch",
     "17_tempbalance.py": "torch",
     "22_sft.py": "torch",
+    "23_dpo.py": "torch",
 }
 LONGER = (
     "08_",

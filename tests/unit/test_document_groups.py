@@ -421,3 +421,45 @@ def test_specifications_are_told_apart_by_text_and_fingerprint() -> None:
     assert len({repr(spec) for spec in specs}) == len(specs)
     for spec in specs:
         assert eval(repr(spec), {"Pair": ov.Pair, "Group": ov.Group}) == spec
+
+
+def test_inspect_suggests_pairs_and_reports_documents_that_lose_tokens(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from overlord.cli.main import cli as main
+
+    path = tmp_path / "prefs.jsonl"
+    talk = [said("user", "hello"), said("assistant", "world")]
+    kinds: dict[str, tuple[Any, Any, str]] = {
+        "texts": ("hello", "lower", "- tokenize:"),
+        "ids": ([1, 2, 3], [4] * 40, "- tokens: {}"),
+        "talks": (talk, [*talk[:1], said("assistant", "low")], "- chat:"),
+    }
+    for chosen, rejected, encode in kinds.values():
+        row = {"prompt": chosen, "chosen": chosen, "rejected": rejected}
+        path.write_text("\n".join([json.dumps(row)] * 3))
+        shown = CliRunner().invoke(main, ["inspect", str(path)]).output
+        for text in ("- pair:", "chosen: chosen", "prompt: prompt", encode, "docs/pairs.md"):
+            assert text in shown
+    path.write_text("\n".join([json.dumps({"chosen": [1] * 30, "rejected": [2] * 50})] * 4))
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "name: prefs\nsources:\n  prefs:\n    uri: prefs.jsonl\n    epochs: 1\n"
+        "    transforms: [{pair: {}}]\nbatch: {samples: 2, context: 64}\n"
+    )
+    shown = " ".join(CliRunner().invoke(main, ["inspect", str(job)]).output.split())
+    assert "tokens 80 / 80 / 80 (min / median / max) by sample of 2 documents" in shown
+    assert "4 longer" in shown
+    assert "72 of 320 tokens" in shown
+    shown = " ".join(CliRunner().invoke(main, ["plan", str(job), "--step", "0"]).output.split())
+    assert "0: 2 samples of 4 documents, 124 tokens" in shown
+
+
+def test_explanations_name_the_documents_of_steps_and_samples() -> None:
+    rows = [{"c": [1] * 4, "r": [2] * 6}]
+    source = ov.Source.from_dataset("s", rows, transforms=[ov.Pair("c", "r")], epochs=1)
+    job = ov.Job(name="j", sources=[source], batch=ov.Batch(samples=1, context=64))
+    with ov.launch(job) as session:
+        next(session.client(0))
+        assert "1 samples of 2 documents, 10 tokens" in str(session.explain(0))
+        assert "10: documents of 4, 6" in str(session.explain("s/e0/f0/r0"))

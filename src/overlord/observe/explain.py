@@ -153,6 +153,7 @@ class StepExplanation(Explanation):
     skipped: bool
     digest: str
     samples: int
+    documents: int  # more than samples if some have several documents
     tokens: int
     unit: str  # the unit of the mixture: samples or tokens
     sources: tuple[SourceShare, ...]
@@ -201,6 +202,7 @@ class SampleExplanation(Explanation):
     of_samples: int | None = None
     substep: int | None = None
     tokens: int | None = None
+    documents: tuple[int, ...] = ()  # tokens of each, if the sample has several
     loader: str | None = None
     placed: tuple[SlotOfSample, ...] = ()
 
@@ -255,6 +257,7 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
         skipped=stage.skipped,
         digest=stage.digest,
         samples=len(plan),
+        documents=documents_of_plan(plan),
         tokens=int(plan.tokens.sum()),
         unit="samples" if known.job.batch.tokens is None else "tokens",
         sources=_shares(plan, known),
@@ -268,6 +271,11 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
             for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))
         ),
     )
+
+
+def documents_of_plan(plan: LoadingPlan) -> int:
+    """Return the number of documents of a plan's samples."""
+    return len(plan) if plan.documents is None else int(plan.documents.counts.sum())
 
 
 def weights_from(stage: PlannedStep, job: Job) -> str:
@@ -506,6 +514,7 @@ def _placed(stage: PlannedStep, at: int, known: Known, base: dict[str, Any]) -> 
         of_samples=len(plan),
         substep=None if plan.substep is None else int(plan.substep[at]),
         tokens=int(plan.tokens[at]),
+        documents=() if plan.documents is None else tuple(plan.documents.lengths[at].tolist()),
         loader=None
         if stage.loader is None or not known.loaders
         else known.loaders[int(stage.loader[at])],
