@@ -20,12 +20,14 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
 VALUES = (
+    "batch_rules",
     "checks",
     "documents",
     "errors",
     "hashing",
     "late_binding",
     "mesh",
+    "mesh_text",
     "ring",
     "sample",
     "token_parts",
@@ -35,6 +37,7 @@ CORES = (
     "loader.samples",
     "constructor.assembler",
     "constructor.compact",
+    "constructor.batch_arrays",
     "constructor.pack",
     "constructor.pieces",
     "constructor.exclusions",

@@ -17,6 +17,7 @@ from overlord.client.caller_check import refuse_ahead
 from overlord.client.microbatch_count import check_count
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.compact import ExpandedMicrobatch
+from overlord.constructor.sample_documents import rows_of_documents
 from overlord.errors import DataStall, OverlordError, PlanError
 from overlord.messages.control import EncodedState, StreamState
 from overlord.messages.data import StepInfo
@@ -110,8 +111,7 @@ class Piece(NamedTuple):
     """The position of one sample in a microbatch, or of one of its documents if it has several.
 
     It is ``tokens[offset:offset + length]`` (packed), or the first ``length`` tokens of row
-    ``offset`` (padded). Both refer to the whole microbatch, before a split for context parallelism.
-    An offset of -1: this rank has no arrays.
+    ``offset`` (padded), before a split for context parallelism; -1: this rank has no arrays.
     """
 
     sample: SampleId
@@ -174,24 +174,23 @@ class Microbatch(Mapping[str, np.ndarray]):
 
     @property
     def samples(self) -> list[Piece]:
-        """The samples in order, created on each access: packing creates no object per sample.
-
-        A sample of several documents has an entry for each of them.
-        """
-        rows, lengths = self._rows, self._info.tokens[self._rows].tolist()
-        if "group_ids" in self._arrays and len(rows):
-            groups = self._arrays["group_ids"]
-            at = np.cumsum(np.append(0, groups[1:] != groups[:-1]))
-            rows = rows[np.minimum(at, len(rows) - 1)]
+        """The samples in order, created on each access; an entry for each of several documents."""
+        info, rows = self._info, rows_of_documents(self._rows, self._arrays)
+        lengths = info.tokens[rows].tolist()
+        if len(rows) > len(self._rows):
             lengths = np.diff(self._arrays["cu_seqlens"]).tolist()
+        starts: Sequence[int] = [-1] * len(rows)
         if "attention_mask" in self._arrays:  # only in the padded layout
-            starts: Sequence[int] = range(len(rows))
+            starts = range(len(rows))
         elif "cu_seqlens_padded" in self._arrays:
-            starts = self._arrays["cu_seqlens_padded"][:-1].tolist()
-        else:
-            starts = [-1] * len(lengths)
-        ids = [self._info.sample_id(i) for i in rows.tolist()]
-        return [Piece(i, o, n) for i, o, n in zip(ids, starts, lengths, strict=False)]
+            starts = self._arrays["cu_seqlens_padded"].tolist()
+        ids = [info.sample_id(i) for i in rows.tolist()]
+        return [Piece(*piece) for piece in zip(ids, starts, lengths, strict=False)]
+
+    @property
+    def begins(self) -> np.ndarray:
+        """The tokens of each sample before its piece here: int64, 0 for whole samples."""
+        return self._info.offset[rows_of_documents(self._rows, self._arrays)]
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in self._arrays.items())

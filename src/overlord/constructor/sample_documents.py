@@ -13,11 +13,12 @@ A document of padding, in a microbatch without samples, has -1 in the first two 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from overlord.constructor.pack import BatchArrays
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.documents import SampleDocuments
 
 GROUP_IDS, ROLES = "group_ids", "roles"
@@ -67,6 +68,16 @@ def with_document_keys(arrays: BatchArrays, documents: SampleDocuments) -> Batch
     return BatchArrays(
         {**arrays.arrays, **keys}, [*arrays.starts, *([starts] * len(keys))], arrays.single
     )
+
+
+def rows_of_documents(rows: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the row of the sample of each document of a microbatch; ``rows``: of its samples."""
+    if GROUP_IDS not in arrays or not len(rows):
+        return rows
+    groups = arrays[GROUP_IDS]
+    number = np.cumsum(np.append(0, groups[1:] != groups[:-1]))
+    found: np.ndarray = rows[np.minimum(number, len(rows) - 1)]
+    return found
 
 
 def _column(values: np.ndarray, at: np.ndarray, n: int, nothing: float, dtype: str) -> np.ndarray:

@@ -19,6 +19,11 @@ def problems(job: Job) -> list[str]:
         return []
     if batch.samples is None:
         return ["batch.tokens: expected samples= with strategy 'even', got tokens=; set samples"]
+    if batch.pads:
+        return [
+            "strategy: expected one that fills microbatches by tokens with packing='concat' or "
+            "shape='fixed', got 'even', which counts samples; use 'llm_balance'"
+        ]
     found = []
     least = place.n_buckets("DP") * batch.microbatches
     if batch.samples % least:

@@ -43,6 +43,14 @@ def problems(job: Job) -> list[str]:
             f"strategy: expected one that places whole samples, since those of {where} have "
             f"several documents ({first!r:.80}), got {job.strategy!r:.40}; use 'llm_balance'"
         )
+    batch = job.batch
+    if isinstance(batch, Batch) and batch.pads:
+        name_of = ("packing", batch.packing) if batch.in_chunks else ("shape", batch.shape)
+        wanted = "documents" if batch.in_chunks else "free"
+        found.append(
+            f"batch.{name_of[0]}: expected {wanted!r}, since samples of {where} have several "
+            f"documents that stay together, got {name_of[1]!r}; leave it out"
+        )
     images = [s.name for s in job.sources for t in s.transforms if t.kind == "images"]
     if images:
         found.append(

@@ -24,6 +24,7 @@ from overlord.transforms.columns import (
     HIDDEN,
     Bad,
     Check,
+    RowFrame,
     Unfit,
     check_ids,
     check_meta,
@@ -38,17 +39,10 @@ from overlord.transforms.columns import (
     read_texts,
 )
 from overlord.transforms.document_groups import Group, GroupedIds, Pair
-from overlord.transforms.encoders import (
-    Encoders,
-    check_messages,
-    check_tools,
-    encoded_chats,
-    encoded_texts,
-)
+from overlord.transforms.encoders import check_messages, check_tools, encoded_chats, encoded_texts
 from overlord.transforms.loss_weights import check_weights, put_weights, read_weights
 from overlord.transforms.requirements import IDS
 from overlord.transforms.tokenize import Encoder
-from overlord.transforms.user_functions import RowFrame
 
 # A reader returns the values of a column, one for each row, and the rows that cannot be read.
 Read = Callable[[pa.Table, str], tuple[Any, Bad]]
@@ -130,7 +124,7 @@ def check_lists(check: Check) -> Check:
     return of_lists
 
 
-def run_grouped(frame: RowFrame, t: GroupedIds, encoders: Encoders, position: int) -> None:
+def run_grouped(frame: RowFrame, t: GroupedIds, encoder: Encoder | ChatEncoder | None) -> None:
     """Put the ids, weights and values of the documents of each row into a frame."""
     read = _reader(t)
     documents, bad = _read_documents(frame.table, t.spec, t.spec.documents, read)
@@ -146,7 +140,6 @@ def run_grouped(frame: RowFrame, t: GroupedIds, encoders: Encoders, position: in
     documents, prompts = documents.take(rows), None if prompts is None else taken(prompts, rows)
     weights = None if weights is None else weights.take(rows)
     tools = _tools(frame.table, t)
-    encoder = encoders.of(position)
     if isinstance(encoder, ChatEncoder):
         encoded, late = _encode_chats(encoder, t, documents, prompts, tools)
     elif encoder is None:

@@ -16,8 +16,7 @@ import pyarrow as pa
 from overlord.documents import LENGTHS, PROMPTS, reserve, sums
 from overlord.sample import Ragged, ranges
 from overlord.sources.tables import numpy_of
-from overlord.transforms.columns import HIDDEN, Bad, column, lists
-from overlord.transforms.user_functions import RowFrame
+from overlord.transforms.columns import HIDDEN, Bad, RowFrame, column, lists
 
 
 class Limits(NamedTuple):

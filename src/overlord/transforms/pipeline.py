@@ -22,7 +22,7 @@ import pyarrow as pa
 from overlord.documents import LENGTHS, PROMPTS
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
-from overlord.sample import LOSS_WEIGHTS, Column, Ragged
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged
 from overlord.sources.tables import arrow_of, is_mixed
 from overlord.transforms.base import (
     Block,
@@ -40,6 +40,7 @@ from overlord.transforms.columns import (
     HIDDEN,
     Bad,
     Check,
+    RowFrame,
     Unfit,
     as_bool,
     as_meta,
@@ -59,7 +60,7 @@ from overlord.transforms.columns import (
 )
 from overlord.transforms.document_groups import GroupedIds, executed
 from overlord.transforms.encoders import KEY, Encoders, check_messages, check_tools
-from overlord.transforms.fill_in_middle import keys_of
+from overlord.transforms.fill_in_middle import FillInMiddle, keys_of
 from overlord.transforms.grouped_rows import checks_of, run_grouped
 from overlord.transforms.grouped_samples import Limits, column_by_document, grouped_samples
 from overlord.transforms.image_rows import (
@@ -78,6 +79,7 @@ from overlord.transforms.loss_weights import (
     label_sums,
     put_weights,
     read_weights,
+    runs_of,
     stored,
     unequal_weights,
     weights_of,
@@ -96,7 +98,6 @@ from overlord.transforms.requirements import (
 )
 from overlord.transforms.tokenize import Tokenize
 from overlord.transforms.user_functions import (
-    RowFrame,
     columns_per_row,
     join_rows,
     meta_per_row,
@@ -105,6 +106,8 @@ from overlord.transforms.user_functions import (
     run_whole,
     value_per_row,
 )
+
+ID_BYTES = 4  # bytes of an id in the metadata ``bytes`` of a source without a tokenizer
 
 
 class Pipeline:
@@ -122,13 +125,15 @@ class Pipeline:
         context: int,
         on_long: str,
         room: int | None = None,
+        cuts: bool = False,
     ) -> None:
-        """Load the tokenizers of a source.
+        """Validate the transforms and load their tokenizers.
 
         ``context``: tokens of the longest document. ``room``: tokens of all documents of a sample,
-        with a reserve for their padding; None: ``context``.
+        with a reserve for their padding; None: ``context``. ``cuts``: samples will be cut into
+        pieces, so their metadata has runs of equal loss weights.
         """
-        self.source, self._given = source, tuple(transforms)
+        self.source, self._given, self._cuts = source, tuple(transforms), cuts
         self.transforms: tuple[Transform, ...] = executed(source, self._given)
         self.seed, self.context, self.on_long = seed, context, on_long
         self.room = context if room is None else room
@@ -138,7 +143,8 @@ class Pipeline:
         self.columns: tuple[str, ...] | None = raw_columns(source, self.transforms)
         self.refused: tuple[str, ...] = refused_columns(source, self.transforms)
         self.lengths_suffice: bool = lengths_suffice(self.transforms)
-        self._images = find_images(source, self.transforms)
+        images = any(isinstance(t, Images) for t in self.transforms)
+        self._images = find_images(source, self.transforms) if images else None
         self._image_totals = ImageTotals(source)
         own = tuple(t.name for t in self.transforms if isinstance(t, Meta))
         names = own + (META if self._images else ())
@@ -148,7 +154,9 @@ class Pipeline:
         self.document_meta: tuple[str, ...] = grouped[0].meta if grouped else ()
         self._columns_of_meta = names
         names += self.document_meta
-        self.meta_names = names + ((LOSS_WEIGHTS,) if has_weights(self.transforms) else ())
+        weights = (LOSS_WEIGHTS, LOSS_RUNS) if cuts else (LOSS_WEIGHTS,)
+        self._weighted = has_weights(self.transforms)
+        self.meta_names = names + (weights if self._weighted else ())
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TransformError(
                 source,
@@ -162,10 +170,12 @@ class Pipeline:
         self._running: dict[int, tuple[Transform, RowFrame, RowIds | None]] = {}
         # Schema of slices that the slice stage returns unchanged, once one was seen.
         self._unchanged_schema: pa.Schema | None = None
-        self._encoders = Encoders(source, self._given, context)
+        kinds = (Tokenize, Chat, FillInMiddle)
+        some = any(isinstance(t, kinds) for t in self._given)
+        self._encoders = Encoders(source, self._given, context) if some else None
         # Bytes of one id in the metadata ``bytes``. The number is fixed for the source: in memory
         # an id may be wider, if its batch has rows of a file with wider ids.
-        self._id_bytes = self._encoders.id_bytes
+        self._id_bytes = ID_BYTES if self._encoders is None else self._encoders.id_bytes
         if self._images is not None:
             self._id_bytes = max(
                 self._id_bytes, np.min_scalar_type(self._images.placeholder).itemsize
@@ -179,7 +189,8 @@ class Pipeline:
             self.context,
             self.on_long,
             self.room,
-            self._encoders.contents,
+            {} if self._encoders is None else self._encoders.contents,
+            self._cuts,
         )
 
     def __repr__(self) -> str:
@@ -192,7 +203,8 @@ class Pipeline:
 
         ``contents``: digest of each file at launch, by the position of its transform.
         """
-        self._encoders.check(contents)
+        if self._encoders is not None:
+            self._encoders.check(contents)
 
     @property
     def fingerprint(self) -> str:
@@ -234,7 +246,7 @@ class Pipeline:
                     )
                 ),
             )
-        if self._encoders.need_keys:
+        if self._encoders is not None and self._encoders.need_keys:
             key = key64("fill_in_middle", self.seed, self.source)
             frame.put(KEY, arrow_of(keys_of(key, ids.epoch, ids.file, ids.row)))
         try:
@@ -280,7 +292,8 @@ class Pipeline:
         for name, items in self._paired_meta:
             bad = unequal_items(frame.table, name, items) | bad
         lengths = tokens.lengths
-        if (weights := weights_of(frame.table)) is not None:
+        weights = weights_of(frame.table) if self._weighted else None
+        if weights is not None:
             bad = unequal_weights(weights, lengths) | bad
         if self.document_meta:
             return self._grouped_block(frame, tokens, weights, bad)
@@ -348,6 +361,8 @@ class Pipeline:
             sums = label_sums(weights.values, weights.offsets[:-1])
             meta[LOSS_WEIGHTS] = Ragged(sums, np.arange(len(row) + 1))
             block.weights = Ragged(stored(weights.values), weights.offsets)
+            if self._cuts:
+                meta[LOSS_RUNS] = runs_of(weights)
         if frame.images is not None:
             assert self._images is not None
             add_items(
@@ -400,8 +415,10 @@ class Pipeline:
             if not frame.table.num_rows:
                 return
         if isinstance(t, GroupedIds):
-            run_grouped(frame, t, self._encoders, position)
+            encoder = None if self._encoders is None else self._encoders.of(position)
+            run_grouped(frame, t, encoder)
         elif isinstance(t, (Tokenize, Chat)):
+            assert self._encoders is not None
             self._encoders.run(position, frame)
         elif isinstance(t, Tokens):
             _use_ids(frame, t)
@@ -498,8 +515,11 @@ def _rebuild(
     on_long: str,
     room: int,
     contents: Mapping[int, str],
+    cuts: bool,
 ) -> Pipeline:
-    pipeline = Pipeline(source, transforms, seed=seed, context=context, on_long=on_long, room=room)
+    pipeline = Pipeline(
+        source, transforms, seed=seed, context=context, on_long=on_long, room=room, cuts=cuts
+    )
     pipeline.check_tokenizers(contents)
     return pipeline
 
