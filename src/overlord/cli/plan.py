@@ -11,8 +11,10 @@ from overlord.cli.common import (
     debug_option,
     import_option,
     job_argument,
+    json_option,
     make_console,
     note,
+    print_json,
     read_job,
     run_guarded,
 )
@@ -32,6 +34,7 @@ from overlord.cli.common import (
     help="Also write a page that shows the place of every sample.",
 )
 @import_option
+@json_option
 @debug_option
 def plan(
     job_yaml: Path,
@@ -40,6 +43,7 @@ def plan(
     strategy: str | None,
     html: Path | None,
     modules: tuple[str, ...],
+    as_json: bool,
     debug: bool,
 ) -> None:
     """Print the plan of one step."""
@@ -48,7 +52,9 @@ def plan(
         from dataclasses import replace
 
         from overlord.cli.plan_step import parse_place, planned
-        from overlord.observe.tables import plan_view, progress_bar
+        from overlord.observe.documents import plan_document
+        from overlord.observe.progress_bars import progress_bars
+        from overlord.observe.tables import plan_view
 
         job, console = read_job(job_yaml, modules), make_console()
         changes: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
@@ -57,13 +63,16 @@ def plan(
         )
         what_if, err = place is not None or strategy is not None, make_console(stderr=True)
         with (
-            progress_bar(err, "planned", step + 1) as advance,
+            progress_bars(err) as advance,
             planned(job, step, advance, what_if=what_if, note=note) as session,
         ):
             graph = session.graph(step)
         if html is not None:
             graph.to_html(html)
         assert graph.bound is not None
+        if as_json:
+            print_json(plan_document(job, graph.bound.plan))
+            return
         console.print(plan_view(job, graph.bound.plan, console.width))
         if html is not None:
             console.print(f"wrote {html}", markup=False)

@@ -212,7 +212,8 @@ def estimate_sizes(
     # The sources repeat, since a large cluster would finish a small corpus at once.
     endless = tuple(replace(source, epochs=None) for source in job.sources)
     prepared = PreparedJob(
-        replace(job, journal=None, sources=endless, evaluation=False), Options(cache_dir=cache_dir)
+        replace(job, journal=None, sources=endless, evaluation=False),
+        Options(cache_dir=cache_dir, progress=lambda done, of: progress("indexed files", done, of)),
     )
     try:
         found, stored = constants_of(prepared, again=again, progress=progress)
