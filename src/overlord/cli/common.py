@@ -15,6 +15,7 @@ import click
 from overlord.checks import describe_error
 from overlord.errors import JobError, OverlordError
 from overlord.observe.terminal_text import printable
+from overlord.uris import is_uri
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -204,3 +205,19 @@ def print_json_line(value: Any) -> None:
 
     click.echo(json_line(value))
     sys.stdout.flush()
+
+
+POSITION = "to keep the position in an object store, set Job.journal"
+
+
+def check_writable(path: Path, where: str = "state", remedy: str = POSITION) -> None:
+    """Raise ``JobError`` for a URI or a missing folder, before the work instead of after it."""
+    refuse_uri(path, where, remedy)
+    if not path.absolute().parent.is_dir():
+        raise JobError([f"expected a folder, got none at {path.absolute().parent}"], str(path))
+
+
+def refuse_uri(path: Path, where: str = "state", remedy: str = POSITION) -> None:
+    """Raise ``JobError`` for a URI, without repeating it: it may hold a secret."""
+    if is_uri(str(path)):
+        raise JobError([f"expected a file on this machine, got a URI; {remedy}"], where)

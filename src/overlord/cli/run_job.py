@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import overlord as ov
-from overlord.cli.common import print_json_line
+from overlord.cli.common import check_writable, print_json_line, refuse_uri
 from overlord.errors import JobError, StateMismatch
 from overlord.hashing import digest
 from overlord.observe.documents import run_document, step_document
@@ -22,7 +22,6 @@ from overlord.observe.progress import Meter, Taken, watch
 from overlord.observe.progress_bars import progress_bar
 from overlord.observe.tables import run_view
 from overlord.planning.state_json import state_problem
-from overlord.uris import is_uri
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -140,30 +139,12 @@ def print_resumed(session: Session, err: Console) -> None:
         err.print(str(session.resumed), soft_wrap=True, markup=False)
 
 
-def check_writable(path: Path) -> None:
-    """Raise ``JobError`` for a URI or a missing folder, before the run instead of after it."""
-    _refuse_uri(path)
-    if not path.absolute().parent.is_dir():
-        raise JobError([f"expected a folder, got none at {path.absolute().parent}"], str(path))
-
-
-def _refuse_uri(path: Path) -> None:
-    if is_uri(str(path)):  # the error does not repeat the URI, which may hold a secret
-        raise JobError(
-            [
-                "expected a file on this machine, got a URI; to keep the position in an object "
-                "store, set Job.journal"
-            ],
-            "state",
-        )
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """Read a state that ``overlord run --save`` wrote.
 
     Raise ``JobError`` or ``StateMismatch`` for a URI, an unreadable file or other content.
     """
-    _refuse_uri(path)
+    refuse_uri(path)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except OSError as fault:

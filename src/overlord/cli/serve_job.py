@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import overlord as ov
-from overlord.cli.run_job import PLAIN_EVERY_S, check_writable, print_resumed, save_state
+from overlord.cli.common import check_writable
+from overlord.cli.run_job import PLAIN_EVERY_S, print_resumed, save_state
 from overlord.errors import JobError, OverlordError
 from overlord.observe.progress_bars import progress_bar
 from overlord.observe.rates import RateWindow

@@ -136,10 +136,11 @@ def watch(session: StepSource, ranks: Sequence[int], steps: int | None = None) -
         yield Taken(session.plan(taken[0].step), tuple(taken), time.perf_counter() - start)
 
 
-def interruptible(work: Callable[[], T]) -> T:
+def interruptible(work: Callable[[], T], meanwhile: Callable[[], None] = lambda: None) -> T:
     """Run ``work`` in a thread, wait for it, and return its result or raise its error.
 
     The main thread can then handle Ctrl-C at once, even while native code runs in the thread.
+    ``meanwhile`` is called ten times a second in the main thread.
     """
     outcome: list[tuple[Any, BaseException | None]] = []
 
@@ -153,6 +154,7 @@ def interruptible(work: Callable[[], T]) -> T:
     thread.start()
     while thread.is_alive():
         thread.join(0.1)
+        meanwhile()
     result, fault = outcome[0]
     if fault is not None:
         raise fault
