@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from overlord.discovery.column_roles import IDS
 from overlord.errors import SourceError
 from overlord.sources.base import TEXTS, ReadOptions, chat_column, text_columns
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 WIDE = 60  # most characters of a value in a table
-IDS = ("tokens", "input_ids", "token_ids", "ids")  # usual names of columns with token ids
 JOB_FILES = (".yaml", ".yml", ".json")
 GLOB = re.compile(r"[*?\[]")
 
@@ -218,6 +218,7 @@ def data_view(report: DataReport) -> RenderableType:
         Text(""),
         columns,
         Text(""),
+        Text("`overlord init` writes a complete job file, and previews the data", "dim"),
         Text("a job file for it:", style="bold"),
         *remarked,
         Text(""),

@@ -39,6 +39,7 @@ class DataGroup:
     format: str
     folder: str  # the folder that holds all of them
     files: tuple[str, ...]  # absolute paths or URIs, sorted
+    named: bool = False  # the user named the files, not their folder
 
     @property
     def held_out(self) -> bool:

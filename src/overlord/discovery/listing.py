@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 from overlord.discovery.data_groups import (
     DataGroup,
@@ -42,7 +43,7 @@ def list_data(paths: Sequence[str]) -> Listing:
     for folder, files in single.items():
         whole = _with_halves(files)
         for group in divide(folder, os.path.basename(folder) or "data", whole):
-            out.groups.append(group)
+            out.groups.append(replace(group, named=True))
     return out
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from overlord.checks import describe_error
 from overlord.discovery.column_roles import ColumnRoles, roles_of
-from overlord.discovery.data_groups import DataGroup, format_by_name
+from overlord.discovery.data_groups import DataGroup
 from overlord.discovery.tokenizer_search import IMAGE_TOKENS, FoundTokenizer
 from overlord.errors import OverlordError, SourceError
 from overlord.job.job import Job, Source
@@ -112,13 +112,13 @@ def location(group: DataGroup) -> tuple[str | list[str], bool]:
     files = data_files(group)
     if not group.format:  # a URI
         return group.files[0], False
-    if len(files) == 1 and group.format != "mds":
-        return files[0], group.format not in FORMATS or not _suffix_selects(files[0], group.format)
     if group.format == "mds":
         return group.folder, False
     whole = FORMATS[group.format].suffixes
-    if _selected(group.folder, whole) == set(group.files):
+    if not group.named and _selected(group.folder, whole) == set(group.files):
         return group.folder, _selected(group.folder, DIRECTORY_SUFFIXES) != set(group.files)
+    if len(files) == 1:
+        return files[0], False
     pattern = _pattern(files)
     return (files if pattern is None else pattern), False
 
@@ -127,11 +127,6 @@ def data_files(group: DataGroup) -> list[str]:
     """Return the files of a group that hold rows: an .idx or index.json only describes others."""
     described = (".idx", "/index.json")
     return [path for path in group.files if not path.lower().endswith(described)]
-
-
-def _suffix_selects(path: str, format: str) -> bool:
-    """Return whether the suffix alone selects this format, and not an earlier one of the same."""
-    return format_by_name(path) == format
 
 
 def _selected(folder: str, suffixes: Sequence[str]) -> set[str]:

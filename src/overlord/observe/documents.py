@@ -69,7 +69,7 @@ def plan_document(job: Job, plan: LoadingPlan) -> dict[str, Any]:
         "samples": len(plan),
         "tokens": int(plan.tokens.sum()),
         "strategy": shown_name(job.strategy),
-        "place": str(job.place),
+        "place": f"{job.place}",
         "sync": job.sync,
         "imbalance": plan.imbalance(),
         "capacity": plan.main.capacity,
@@ -117,8 +117,9 @@ def run_document(
         "wait_ms": meter.wait_ms,
         "first_wait_ms": meter.first_wait_s * 1e3,
         "peak_bytes": max(meter.peak_pss, metrics["memory"]["pss"]),
-        "sources": {
-            name: {
+        "sources": [
+            {
+                "name": name,
                 "wanted": wanted / steps,
                 "realised": n / total,
                 "samples": n,
@@ -127,7 +128,7 @@ def run_document(
                 "dropped": s["dropped"],
             }
             for (name, s), wanted, n, tokens in rows
-        },
+        ],
         "quarantine": list(quarantine),
         **({"digest": digest} if digest else {}),
     }

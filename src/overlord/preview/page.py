@@ -6,7 +6,7 @@ from base64 import b64encode
 from html import escape
 
 from overlord.observe.terminal_text import one_line
-from overlord.preview.decoder import IDS, SPECIAL, UNKNOWN, Segment
+from overlord.preview.decoder import SPECIAL, UNKNOWN, Segment
 from overlord.preview.pictures import Picture
 from overlord.preview.preview import Preview, PreviewMicrobatch, PreviewSample
 from overlord.preview.text import counts, display, heading, mark
@@ -32,7 +32,7 @@ header b { color: var(--ink); }
 .text .loss { background: var(--loss); border-radius: 2px; } .text .none { color: var(--none); }
 .text .special { color: var(--special); background: var(--tag); border-radius: 3px; padding: 0 3px;
   white-space: normal; }
-.text .special.loss { box-shadow: inset 0 -2px 0 var(--loss), 0 2px 0 var(--loss); }
+.text .special.loss { background: var(--loss); font-weight: 600; }
 .text .unknown { color: var(--bad); }
 .images { display: flex; flex-wrap: wrap; gap: 12px; margin-top: 10px; }
 figure { margin: 0; } figcaption { font-size: 12px; color: var(--soft); }
@@ -55,7 +55,9 @@ def preview_page(preview: Preview) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
         '<p class="text"><span class="loss">with a loss</span>  <span class="none">without a '
-        'loss</span>  <span class="special">special token</span></p>\n'
+        'loss</span>  <span class="special none">special token</span>  <span class="special '
+        'loss">special token with a loss</span></p>\n'
+        "<p>The first token of a document is never predicted.</p>\n"
         f"{notes}\n{body}\n{rest}\n</body>\n</html>\n"
     )
 
@@ -84,9 +86,7 @@ def _span(segment: Segment) -> str:
     title = f' title="loss weight {mark(segment.loss)}"' if segment.loss not in (0, 1) else ""
     text = display(segment)
     text = text[1:-1] if segment.kind in (SPECIAL, UNKNOWN) else text
-    return f'<span class="{" ".join(names)}"{title}>{escape(text)}</span>' + (
-        " " if segment.kind == IDS else ""
-    )
+    return f'<span class="{" ".join(names)}"{title}>{escape(text)}</span>'
 
 
 def _figure(number: int, image: Picture) -> str:
