@@ -130,7 +130,7 @@ def shape(value: Any) -> Any:
 
 
 DATA_KEYS = {"columns", "bad", "first", "mix", "quarantined", "lost_tokens", "blocks", "ignored"}
-DATA_KEYS |= {"sources_by_name", "body", "transforms", "realised", "targets"}
+DATA_KEYS |= {"body", "transforms", "asked"}
 
 
 def unequal(documented: Any, actual: Any, at: str = "") -> list[str]:
