@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from overlord.discovery.data_files import list_data
 from overlord.discovery.data_groups import Listing, unique_names
-from overlord.discovery.listing import list_data
 from overlord.discovery.source_draft import SourceDraft, add_transforms, draft_source, measure
 from overlord.discovery.tokenizer_search import (
     FoundTokenizer,
@@ -35,7 +35,7 @@ Progress = Callable[[str, float, float | None], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
-    """What the user asked for."""
+    """The arguments of ``overlord init``."""
 
     paths: tuple[str, ...]
     out: Path

@@ -69,7 +69,6 @@ class ProgressBars:
             Progress,
             TaskProgressColumn,
             TextColumn,
-            TimeElapsedColumn,
             TimeRemainingColumn,
         )
 
@@ -81,9 +80,8 @@ class ProgressBars:
                 BarColumn(),
                 TaskProgressColumn(),
                 TextColumn("{task.fields[count]}", markup=False),
-                TimeElapsedColumn(),
-                TextColumn("left"),
                 TimeRemainingColumn(),
+                TextColumn("left"),
                 console=self._err,
                 transient=True,
             )
