@@ -33,6 +33,8 @@ LAWS = (
 TESTS = {
     "plan": ("unit/test_step.py", "properties/test_plan.py", "properties/test_rank_views.py"),
     "planning": (
+        "properties/test_concat.py",
+        "properties/test_chunk_weights.py",
         "unit/test_golden.py",
         "unit/test_planner.py",
         "unit/test_long_documents.py",
@@ -622,6 +624,28 @@ MUTATIONS = [
         ),
     ),
     *_at(
+        "planning/chunks.py",
+        ("the rest of a cut sample is lost", "pieces.end == tokens, state", "tokens > 0, state"),
+        ("a cut that stays", "        cut[i] = 0\n", "        cut[i] += 0\n"),
+    ),
+    *_at(
+        "planning/cut_pieces.py",
+        ("a cut sample begins again", "np.where(rank == 0, ", "np.where(rank < 0, "),
+        ("a chunk one token short", "(chunk + 1) * context)", "(chunk + 1) * context - 1)"),
+        ("sources in turn", "(2 * before + length) / (2 * total)", "before"),
+        (
+            "the label after a piece has no weight",
+            "ahead = remaining > 0 if",
+            "ahead = remaining < 0 if",
+        ),
+        (
+            "weights of the sample's start",
+            "pieces.offset + 1, pieces.offset",
+            "0 * pieces.offset + 1, pieces.offset",
+        ),
+        ("a run counts once", "tokens * weight[at]", "weight[at]"),
+    ),
+    *_at(
         "constructor/build.py",
         (
             "samples in the order of the draw",
@@ -635,8 +659,8 @@ MUTATIONS = [
         ),
         (
             "a document one token short",
-            "offsets[docs + 1] - start,",
-            "offsets[docs + 1] - start - (offsets[docs + 1] - start > 9),",
+            "length = offsets[docs + 1] - start\n",
+            "length = offsets[docs + 1] - start - (offsets[docs + 1] - start > 9)\n",
         ),
         (
             "bounds on the wrong side",
@@ -676,8 +700,8 @@ MUTATIONS = [
         ),
         (
             "cu_seqlens with padding",
-            '"cu_seqlens": _cumulative(docs.true, first)',
-            '"cu_seqlens": _cumulative(docs.size, first)',
+            '"cu_seqlens": _cumulative(docs.true, first, counts)',
+            '"cu_seqlens": _cumulative(docs.size, first, counts)',
         ),
         (
             "positions go on across documents",

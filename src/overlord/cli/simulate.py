@@ -141,7 +141,7 @@ def simulate(
     measured with small stand-in jobs on this machine.
     """
     if gpus and nodes:
-        raise click.UsageError("give either --gpus or --nodes")
+        raise click.UsageError("expected --gpus or --nodes, got both; leave one out")
     if not 0 < pace_s < 1e6:
         raise click.UsageError(
             f"--step-seconds: expected a number above 0 and below 1e6, got {pace_s:g}"

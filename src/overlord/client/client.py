@@ -109,9 +109,8 @@ class LocalStepQueue:
 class Piece(NamedTuple):
     """The position of one sample in a microbatch.
 
-    The sample is ``tokens[offset:offset + length]`` (packed), or the first ``length`` tokens of row
-    ``offset`` (padded). Both refer to the whole microbatch, before a split for context parallelism.
-    An offset of -1: this rank has no arrays.
+    It is ``tokens[offset:offset + length]`` (packed), or the first ``length`` tokens of row
+    ``offset`` (padded), before a split for context parallelism; -1: this rank has no arrays.
     """
 
     sample: SampleId
@@ -175,15 +174,20 @@ class Microbatch(Mapping[str, np.ndarray]):
     @property
     def samples(self) -> list[Piece]:
         """The samples in order, created on each access: packing creates no object per sample."""
-        lengths = self._info.tokens[self._rows].tolist()
+        info, rows = self._info, self._rows
+        lengths = info.tokens[rows].tolist()
+        starts: Sequence[int] = [-1] * len(rows)
         if "attention_mask" in self._arrays:  # only in the padded layout
-            starts: Sequence[int] = range(len(self._rows))
+            starts = range(len(rows))
         elif "cu_seqlens_padded" in self._arrays:
-            starts = self._arrays["cu_seqlens_padded"][:-1].tolist()
-        else:
-            starts = [-1] * len(lengths)
-        ids = [self._info.sample_id(i) for i in self._rows.tolist()]
-        return [Piece(i, o, n) for i, o, n in zip(ids, starts, lengths, strict=False)]
+            starts = self._arrays["cu_seqlens_padded"].tolist()
+        ids = [info.sample_id(i) for i in rows.tolist()]
+        return [Piece(*piece) for piece in zip(ids, starts, lengths, strict=False)]
+
+    @property
+    def begins(self) -> np.ndarray:
+        """The tokens of each sample before its piece here: int64, 0 for whole samples."""
+        return self._info.offset[self._rows]
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in self._arrays.items())

@@ -20,8 +20,9 @@ from overlord.cluster.worker_pool import ProcessContext
 from overlord.messages.control import SetReadAhead
 from overlord.messages.data import LoaderWork
 from overlord.planning.planner import Planner
+from overlord.scaling.core_demand import cores_of_threads
 from overlord.scaling.decisions import CannotKeepUp, Decision, ReadAhead, Scale, current_shortages
-from overlord.scaling.loader_placement import LoaderPlacement, cores_of_threads
+from overlord.scaling.loader_placement import LoaderPlacement
 from overlord.scaling.scaler import Observation, Scaler, ScalingLimits, SourceSample
 from overlord.setup.options import Options, n_cores
 from overlord.setup.partition import loads_of, scales

@@ -116,6 +116,7 @@ class ConstructorWorker(Worker):
                 f"{self.name}: expected the number and incarnation of a loader worker, got "
                 f"{worker!r:.60} and {incarnation!r:.60}; run the same version in all processes"
             )
+        is_known = worker in self._incarnations
         if incarnation < (last := self._incarnations.get(worker, 0)):
             raise OverlordError(
                 f"{self.name}: expected incarnation {last} or later of loader-worker/{worker}, got "
@@ -126,7 +127,8 @@ class ConstructorWorker(Worker):
         if former is not None:
             del self._loaders[former]
             former.close(f"loader-worker/{worker} reconnected, and this connection was replaced")
-        self._event_loop.post(lambda: self._gathering.found(worker))
+        if is_known:  # it may have been lost meanwhile
+            self._event_loop.post(lambda: self._gathering.found(worker))
         return {}
 
     def _message(self, link: Connection, value: Any) -> None:

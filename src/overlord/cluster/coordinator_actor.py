@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from overlord.cluster.coordinator import Coordinator
-from overlord.cluster.coordinator_config import CoordinatorConfig, PlannerJob
-from overlord.cluster.takeover import RemoteWorkerFactory, Takeover, first_coordinator
+from overlord.cluster.coordinator_config import CoordinatorConfig
+from overlord.cluster.job_sources import PlannerJob
+from overlord.cluster.takeover import Takeover, first_coordinator
 from overlord.cluster.worker import EventQueue
-from overlord.cluster.worker_factory import MULTI_WORKER_READ_AHEAD
+from overlord.cluster.worker_factory import MULTI_WORKER_READ_AHEAD, RemoteWorkerFactory
 from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, JournalError, OverlordError
 from overlord.journal.job_journal import JobJournal

@@ -177,20 +177,22 @@ def _shape(job: Job, request: DryRunRequest, gpus: int) -> ClusterShape:
 
 
 def _samples(job: Job, constants: Constants) -> float:
-    return (
-        float(job.batch.samples)
-        if job.batch.samples
-        else float(job.batch.tokens or 0) / constants.sample_tokens
-    )
+    if job.batch.samples and not job.batch.in_chunks:
+        return float(job.batch.samples)
+    return (job.batch.tokens_of_chunks or job.batch.tokens or 0) / constants.sample_tokens
 
 
 def job_at_size(job: Job, fleet: ClusterShape, constants: Constants) -> Job:
     """Return the job with the mesh and batch size of a cluster, without journal and end."""
     place = ClientPlaceTree(pp=fleet.pp, dp=fleet.dp, cp=fleet.cp, tp=fleet.tp)
-    if job.batch.samples:
+    tokens = int(fleet.batch * constants.sample_tokens)
+    if job.batch.in_chunks:
+        chunks = max(1, tokens // job.batch.context)
+        batch = replace(job.batch, samples=chunks, tokens=None)
+    elif job.batch.samples:
         batch = replace(job.batch, samples=fleet.batch)
     else:
-        batch = replace(job.batch, tokens=int(fleet.batch * constants.sample_tokens))
+        batch = replace(job.batch, tokens=tokens)
     return replace(job, place=place, batch=batch, journal=None, until="all")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from overlord import late_binding
 from overlord.checks import did_you_mean, is_int, is_real, one_of, shown_name, signature_problem
 from overlord.errors import JobError
-from overlord.job import document_limit, one_pass
+from overlord.job import document_limit, one_pass, packing
 from overlord.job.consumption import consume_problems
 from overlord.job.hooks import Hook, hook_problems
 from overlord.job.mixture_weights import mixture_problems, schedule_problems
@@ -43,6 +43,7 @@ STRATEGIES = (
     "look_ahead_balance",
     "hdp_balance",
 )
+HYBRID = ("hdp_balance",)  # those that split samples over ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,9 +317,10 @@ class Job:
             raise JobError(problems, f"job {self.name!r}")
 
     def __repr__(self) -> str:
-        size = (
-            f"{self.batch.samples} samples" if self.batch.samples else f"{self.batch.tokens} tokens"
-        )
+        batch = self.batch
+        size = f"{batch.samples} samples" if batch.samples else f"{batch.tokens} tokens"
+        if batch.in_chunks:
+            size = f"{batch.chunks} chunks of {batch.context} tokens"
         how = f"{shown_name(self.strategy)}, sync {self.sync}"
         how = f"one pass, {how}" if self.evaluation else how
         return (
@@ -354,13 +356,25 @@ class Job:
 
     @property
     def hybrid(self) -> bool:
-        """Whether ranks share samples, as far as the strategy tells."""
-        return document_limit.splits_documents(self.strategy)
+        """Whether the strategy is known to split samples over ranks.
+
+        A function is if it has a true attribute ``hybrid``. Others may do so too; their jobs give
+        ``max_document``.
+        """
+        if isinstance(self.strategy, str):
+            return self.strategy in HYBRID
+        return bool(getattr(self.strategy, "hybrid", False))
 
     @property
     def document_limit(self) -> int:
-        """Return the tokens of the longest sample: ``max_document`` or its default."""
-        return document_limit.of(self)
+        """The tokens of the longest sample: ``max_document`` or its default."""
+        if self.max_document is not None:
+            return self.max_document
+        return document_limit.of_ring(self) if self.hybrid else self.batch.context
+
+    def hooks_of(self, kind: str) -> tuple[Hook, ...]:
+        """Return the hooks of one kind, in their order."""
+        return tuple(hook for hook in self.hooks if hook.kind == kind)
 
     def problems(self) -> list[str]:
         """Return every problem of the fields and of their combinations, each as one text."""
@@ -380,13 +394,13 @@ class Job:
         elif (
             isinstance(self.batch, Batch)
             and not self.hybrid  # the ring of each document decides its padding
-            and self.batch.context % self.document_multiple
+            and self.batch.context % (multiple := self.batch.context_multiple(self.place))
         ):
             what = "pad_multiple, cp" + (
                 ", tp for sequence_parallel" if self.batch.sequence_parallel else ""
             )
             found.append(
-                f"batch.context: expected a multiple of {self.document_multiple} ({what}), "
+                f"batch.context: expected a multiple of {multiple} ({what}), "
                 f"got {self.batch.context}"
             )
         multiple = self.place.count_multiple if isinstance(self.place, Mesh) else 1
@@ -449,9 +463,10 @@ class Job:
             found += one_pass.problems(self)
         return (
             found
-            + (hook_problems(self.hooks) or consume_problems(self.hooks, self.look_ahead))
+            + self._hook_problems()
             + self._look_ahead_problems()
-            + document_limit.problems(self)
+            + self._limit_problems()
+            + self._packing_problems()
             + self._image_problems()
             + self._journal_problems()
         )
@@ -478,19 +493,16 @@ class Job:
                 f'first source, got on_lost="leave" for {", ".join(map(repr, leaves[:8]))}'
                 + (f" and {len(leaves) - 8} more" if len(leaves) > 8 else "")
             )
-        if self.mixture is None and all(s.weight == 0 for s in self.sources):
-            found.append("sources: expected a weight above 0, got only zeros")
-        if isinstance(self.mixture, Mapping):
+        if self.mixture is None:
+            if all(s.weight == 0 for s in self.sources):
+                found.append("sources: expected a weight above 0, got only zeros")
+        elif isinstance(self.mixture, Mapping):
             found += mixture_problems(self.mixture, self.names)
-        elif self.mixture is not None and (
-            not callable(self.mixture) or isinstance(self.mixture, type)
-        ):
+        elif not callable(self.mixture) or isinstance(self.mixture, type):
             found.append(
                 f"mixture: expected a mapping of weights or a schedule, got {self.mixture!r}"
             )
-        elif self.mixture is not None and (
-            problem := signature_problem(self.mixture, ("step", "feedback"))
-        ):
+        elif problem := signature_problem(self.mixture, ("step", "feedback")):
             found.append(f"mixture: {problem}")
         else:
             found += schedule_problems(self.mixture, self.names)
@@ -532,6 +544,19 @@ class Job:
                 "batch.samples, or look_ahead=1"
             )
         return found
+
+    def _hook_problems(self) -> list[str]:
+        if isinstance(self.hooks, tuple) and not self.hooks:
+            return []
+        return hook_problems(self.hooks) or consume_problems(self.hooks, self.look_ahead)
+
+    def _limit_problems(self) -> list[str]:
+        if self.max_document is None and not self.hybrid:
+            return []
+        return document_limit.problems(self)
+
+    def _packing_problems(self) -> list[str]:
+        return packing.problems(self) if isinstance(self.batch, Batch) and self.batch.pads else []
 
     def _image_problems(self) -> list[str]:
         """Return the problems of images: sources whose images have different forms."""

@@ -56,7 +56,7 @@ class StepInfo:
     valid_tokens: int | float  # sum of the weights of all labels; an int if it is whole
     names: tuple[str, ...]
     # int64 [samples, 6]: source, epoch, file, row, part, tokens; one array, since each array costs
-    # time on the wire
+    # time on the wire. A seventh column has the offset of a piece in its sample.
     table: np.ndarray
     after: StreamState | EncodedState
     # axes along which the trainer broadcasts, with more than one rank
@@ -75,7 +75,10 @@ class StepInfo:
             stage.digest,
             stage.valid_tokens,
             p.names,
-            np.column_stack((p.source, p.epoch, p.file, p.row, p.part, p.tokens)),
+            np.column_stack(
+                (p.source, p.epoch, p.file, p.row, p.part, p.tokens)
+                + (() if p.offset is None else (p.offset,))
+            ),
             stage.after if after is None else after,
             *_rank_mapping(p),
         )
@@ -109,8 +112,15 @@ class StepInfo:
     def tokens(self) -> np.ndarray:
         return self.table[:, 5]
 
+    @property
+    def offset(self) -> np.ndarray:
+        """The tokens of each sample before its piece in this step: 0 for whole samples."""
+        if self.table.shape[1] > 6:
+            return self.table[:, 6]
+        return np.zeros(len(self.table), np.int64)
+
     def sample_id(self, i: int) -> SampleId:
-        source, *place, _ = self.table[i].tolist()
+        source, *place = self.table[i, :5].tolist()
         return SampleId(self.names[source], *place)
 
 

@@ -152,7 +152,8 @@ class StepExplanation(Explanation):
     step: int
     skipped: bool
     digest: str
-    samples: int
+    samples: int  # rows of the plan
+    rows: str  # what a row is: samples, or pieces of samples
     tokens: int
     unit: str  # the unit of the mixture: samples or tokens
     sources: tuple[SourceShare, ...]
@@ -203,6 +204,7 @@ class SampleExplanation(Explanation):
     tokens: int | None = None
     loader: str | None = None
     placed: tuple[SlotOfSample, ...] = ()
+    pieces: tuple[str, ...] = ()  # its pieces in retained plans, with packing="concat"
 
 
 def explain(what: int | str | SampleId, known: Known) -> Explanation:
@@ -255,8 +257,9 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
         skipped=stage.skipped,
         digest=stage.digest,
         samples=len(plan),
+        rows=plan.row_kind,
         tokens=int(plan.tokens.sum()),
-        unit="samples" if known.job.batch.tokens is None else "tokens",
+        unit="tokens" if known.job.batch.mixes_tokens else "samples",
         sources=_shares(plan, known),
         weights_from=weights_from(stage, known.job),
         trail=tuple(plan.extra.get("trail", ())),
@@ -293,7 +296,7 @@ def _shares(plan: LoadingPlan, known: Known) -> tuple[SourceShare, ...]:
     n, weights = len(plan.names), dict(plan.extra.get("weights", {}))
     samples = np.bincount(plan.source, minlength=n)
     tokens = np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64)
-    mixed = samples if known.job.batch.tokens is None else tokens
+    mixed = tokens if known.job.batch.mixes_tokens else samples
     total, all_mixed = sum(weights.values()) or 1.0, int(mixed.sum()) or 1
     return tuple(
         SourceShare(
@@ -397,7 +400,7 @@ def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
             late = "".join(
                 f" In quarantine: {bad.reason}." for bad in faults if bad.part == sample.part
             )
-            return replace(placed, words=placed.words + late)
+            return replace(placed, words=placed.words + late, pieces=_pieces(sample, known))
     if faults:
         return SampleExplanation(
             status="quarantined", words=f"The row is in quarantine: {faults[0].reason}.", **base
@@ -406,16 +409,38 @@ def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
     return SampleExplanation(status=status, words=words, **base)
 
 
+def _pieces(sample: SampleId, known: Known) -> tuple[str, ...]:
+    """Return a text for each piece of a sample in the retained plans, in stream order."""
+    found = []
+    for stage in known.stages:
+        if (plan := stage.plan).offset is None:
+            continue
+        node = np.empty(len(plan), np.int64)
+        node[plan.main.sample] = np.arange(len(plan))
+        for i in rows_of_sample(sample, plan).tolist():
+            first, at = int(plan.offset[i]), int(node[i])
+            found.append(
+                f"step {plan.step}: tokens {first} to {first + int(plan.tokens[i]) - 1} in "
+                f"microbatch {plan.main.microbatch[at]} of bucket {plan.main.bucket[at]}"
+            )
+    return tuple(found)
+
+
 def find(sample: SampleId, plan: LoadingPlan) -> int:
     """Return the row of a sample in a plan; -1 if the plan does not have it."""
+    at = rows_of_sample(sample, plan)
+    return int(at[0]) if len(at) else -1
+
+
+def rows_of_sample(sample: SampleId, plan: LoadingPlan) -> np.ndarray:
+    """Return the rows of a sample in a plan: one, or its pieces."""
     if sample.source not in plan.names:
-        return -1
+        return np.zeros(0, np.int64)
     columns = ("epoch", "file", "row", "part")
     hit = plan.source == plan.names.index(sample.source)
     for name in columns:
         hit = hit & (getattr(plan, name) == getattr(sample, name))
-    at = np.flatnonzero(hit)
-    return int(at[0]) if len(at) else -1
+    return np.flatnonzero(hit)
 
 
 def _checked(sample: SampleId, known: Known) -> tuple[int, int]:

@@ -268,7 +268,11 @@ def with_added_sources(state: StreamState, n: int) -> StreamState:
             name: np.concatenate([c, np.zeros(more, np.int64)]) for name, c in state.counts.items()
         },
         ahead=(*state.ahead, *(np.zeros(0, np.int32),) * more) if state.ahead else (),
+        cut=(*state.cut, *(0,) * more) if state.cut else (),
     )
+
+
+MANY_EVENTS = 8  # number of events at which old ones are dropped
 
 
 class EventLog:
@@ -281,12 +285,16 @@ class EventLog:
         self._unheard: dict[tuple[int, int], Report] = {}
         self._many = 64  # number of reports at which old ones are dropped
 
-    def add(self, event: Event, first: int) -> None:
-        """Add an event, and drop events whose last step is before ``first``.
+    def add(self, event: Event, first: Callable[[], int]) -> None:
+        """Add an event; of many, drop those that every state contains.
 
-        ``first``: the lowest step of any client's state. Its state contains the dropped events.
+        ``first``: returns the lowest step of any client's state. Events whose last step is before
+        it are dropped.
         """
-        self._events = (*(e for e in self._events if last_step(e) >= first), event)
+        if len(self._events) >= MANY_EVENTS:
+            step = first()
+            self._events = tuple(e for e in self._events if last_step(e) >= step)
+        self._events += (event,)
 
     def report(self, report: Report, first: int) -> None:
         """Add a report that came in time, and sometimes drop reports too old for any state.
@@ -524,7 +532,7 @@ class Mixture:
         try:
             made: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
         except (TypeError, ValueError) as e:
-            problem = f"the schedule's state_dict() is not plain JSON: {e}"
+            problem = f"schedule: expected plain JSON from state_dict(), got another value: {e}"
             raise PlanError(
                 problem, self._called, "return only numbers, text, lists and dicts"
             ) from None

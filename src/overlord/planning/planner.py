@@ -35,7 +35,8 @@ from overlord.messages.control import (
     StreamState,
 )
 from overlord.messages.data import Announce, DecodeFailures
-from overlord.planning.draw import Drawer, LoaderRequests, MissingSamples, RankProgress
+from overlord.planning.chunks import place_chunks, token_fronts
+from overlord.planning.draw import Front, LoaderRequests, MissingSamples, RankProgress, lacking
 from overlord.planning.mixture import (
     Feedback,
     Mixture,
@@ -56,7 +57,7 @@ from overlord.planning.spec import (
     initial_state,
     without_lost,
 )
-from overlord.planning.status import PlannerStatus, check_accounts, lacking, ready_buffer
+from overlord.planning.status import PlannerStatus, check_accounts, ready_buffer
 from overlord.planning.step import LookAheadPool, PlacedStep, StepContext, place_chosen, place_drawn
 from overlord.sample import Buffer
 
@@ -100,14 +101,7 @@ class Planner:
         )
         # generation of the loaders of each source; restarting a source adds one
         self._generations = [generation] * len(spec.sources)
-        self._drawer = Drawer(
-            samples=spec.batch.samples,
-            tokens=spec.batch.tokens,
-            draws=spec.batch.microbatches if spec.mix_every == "microbatch" else 1,
-            random=spec.draw == "random",
-            seed=spec.seed,
-            fill=spec.until != "first",
-        )
+        self._drawer = spec.drawer()
         self._consumed = RankProgress()  # rank -> last step it took
         self._outstanding: list[int] = []  # planned steps that some rank has not taken
         self._waiting: dict[int, int] = {}  # source -> samples the blocked draw needs
@@ -247,9 +241,10 @@ class Planner:
         """Return a buffer of all ready samples that no step has drawn, for experiments."""
         return ready_buffer(self._streams, self._pool, self._context())
 
-    def lacking_sources(self) -> list[str]:
-        """Return the names of the sources whose samples the next step waits for."""
-        return list(lacking(self._streams, self._waiting))
+    def lacking_sources(self) -> dict[str, int]:
+        """Return the number of samples that the next step waits for, by source."""
+        found = lacking(self._streams, self._waiting)
+        return {self._streams[i].name: n for i, n in found.items()}
 
     def waiting_for(self) -> str:
         """Describe what blocks the next plan."""
@@ -262,7 +257,7 @@ class Planner:
         return PlannerStatus(
             step=self._state.step,
             finished=self._finished,
-            lacking=lacking(self._streams, self._waiting),
+            lacking=self.lacking_sources(),
             slowest=slow if full else None,
             prefetch=self.spec.prefetch,
         )
@@ -461,7 +456,7 @@ class Planner:
         self._mix()
         state = self._state
         while True:
-            fronts = self._pool.fronts(self._streams) if self._pool else self._streams
+            fronts = self._fronts()
             drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, fronts)
             if isinstance(drawn, MissingSamples):
                 pulled = self._pool.open if self._pool else lambda i: 0
@@ -481,14 +476,23 @@ class Planner:
             if need := self._pool.pull(counts, self._streams, first, self.ledger):
                 return self._wait(need)
         self._waiting = {}
-        planned = self._close_step(
-            place_chosen(self._context(), drawn, self._pool, self._demand)
-            if self._pool
-            else place_drawn(self._context(), drawn, self._streams, self._demand, self.ledger)
-        )
+        if self._pool:
+            place = place_chunks if drawn.tokens else place_chosen
+            placed = place(self._context(), drawn, self._pool, self._demand)
+        else:
+            placed = place_drawn(self._context(), drawn, self._streams, self._demand, self.ledger)
+        planned = self._close_step(placed)
         if not planned.skipped:
             self._outstanding.append(planned.plan.step)
         return [planned, *self._demand.keep_ahead(np.sum(drawn.counts, axis=0))]
+
+    def _fronts(self) -> Sequence[Front]:
+        """Return the samples that the next draw can take, by source."""
+        if self._pool is None:
+            return self._streams
+        if self.spec.batch.in_chunks:
+            return token_fronts(self._pool, self._streams, self._state, self.spec.names)
+        return self._pool.fronts(self._streams)
 
     def _remove_lost(self) -> list[Command]:
         """Stop drawing from lost sources; return commands that free their held samples."""
@@ -570,6 +574,7 @@ class Planner:
             counts=self.ledger.counts(),
             events=still_in_force(state.events, state.step, state.mix_step, self._mixture.lag),
             ahead=() if self._pool is None else self._pool.ages(),
+            cut=step.cut,
             **self._mixture.saved(),
         )
         digest = plan.digest()

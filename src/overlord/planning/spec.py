@@ -16,6 +16,7 @@ from overlord.mesh import Batch, Mesh
 from overlord.messages.control import AddSource, Cursor, PlannedStep, SourceLost, StreamState
 from overlord.messages.data import DecodeFailures
 from overlord.plan.plan import LoadingPlan
+from overlord.planning.draw import Drawer
 from overlord.planning.mixture import Schedule, in_order, lost_sources, with_added_sources
 from overlord.planning.stream import BadRow, SourceStream
 from overlord.sample import Buffer
@@ -92,6 +93,19 @@ class PlannerSpec:
     def names(self) -> tuple[str, ...]:
         return tuple(s.name for s in self.sources)
 
+    def drawer(self) -> Drawer:
+        """Return the rules of the draw."""
+        chunks = self.batch.in_chunks
+        return Drawer(
+            samples=None if chunks else self.batch.samples,
+            tokens=self.batch.tokens_of_chunks if chunks else self.batch.tokens,
+            draws=self.batch.microbatches if self.mix_every == "microbatch" else 1,
+            random=self.draw == "random",
+            seed=self.seed,
+            fill=self.until != "first",
+            exact_tokens=chunks,
+        )
+
     def ends_at(self, step: int) -> bool:
         """Return whether ``until`` is a number of steps and ends the job before ``step``.
 
@@ -101,8 +115,8 @@ class PlannerSpec:
 
     @property
     def leaves_holes(self) -> bool:
-        """Whether a step may take other samples than the first ones of each source."""
-        return self.look_ahead > 1 or self.overflow == "defer"
+        """Whether samples, or the rest of a cut sample, may stay for a later step."""
+        return self.look_ahead > 1 or self.overflow == "defer" or self.batch.in_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +203,7 @@ class Ledger:
         """Count the samples and tokens of a planned step, and record its mixture."""
         n = len(self.samples)
         samples, tokens = (
-            np.bincount(plan.source, minlength=n),
+            np.bincount(plan.begun, minlength=n),
             np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64),
         )
         self.samples += samples
@@ -356,7 +370,8 @@ def without_lost(
     for i in leaving:
         active[i], owed[i] = False, 0
     ahead = state.ahead and tuple(a[:0] if i in leaving else a for i, a in enumerate(state.ahead))
-    return replace(state, active=tuple(active), owed=tuple(owed), ahead=ahead), leaving
+    cut = tuple(0 if i in leaving else n for i, n in enumerate(state.cut))
+    return replace(state, active=tuple(active), owed=tuple(owed), ahead=ahead, cut=cut), leaving
 
 
 def all_lost(

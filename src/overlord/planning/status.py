@@ -45,15 +45,6 @@ class PlannerStatus:
         return f"the plan of step {self.step}"
 
 
-def lacking(streams: Sequence[SourceStream], waiting: Mapping[int, int]) -> dict[str, int]:
-    """Return the number of samples that each source lacks for a draw that needs ``waiting``."""
-    return {
-        streams[i].name: n - streams[i].ready
-        for i, n in sorted(waiting.items())
-        if streams[i].ready < n and not streams[i].ended
-    }
-
-
 def ready_buffer(
     streams: Sequence[SourceStream], pool: LookAheadPool | None, context: StepContext
 ) -> Buffer:

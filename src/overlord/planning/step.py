@@ -17,6 +17,7 @@ from overlord.planning.draw import Drawn, LoaderRequests, owed_after, step_posit
 from overlord.planning.images import check_images
 from overlord.planning.mixture import sources_of_step
 from overlord.planning.selection import check_choice, checked_scores, counts_of, rows_of
+from overlord.planning.shapes import candidate_order, check_shapes
 from overlord.planning.spec import Ledger, PlannerSpec
 from overlord.planning.stream import SourceStream, StreamPiece, step_meta
 from overlord.planning.valid_tokens import valid_tokens
@@ -139,6 +140,8 @@ def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
             raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
         if plan.main.on is not None:
             check_padding(place, plan.main.on, buffer.batch, buffer.step)
+        if buffer.batch.fixed:
+            check_shapes(plan, buffer.batch, place)
     if plan.place is not None and plan.place != place:  # other ranks would fetch the buckets
         raise PlanError(
             f"strategy: expected a plan for {place}, got one for {plan.place}",
@@ -326,6 +329,13 @@ class LookAheadPool:
             record.number[rows] = mine
         return np.bincount(loader, minlength=n_loaders)
 
+    def open_tokens(self, i: int) -> np.ndarray:
+        """Return the lengths of a source's samples that no step has taken, in stream order."""
+        record = self._records[i]
+        tokens = step_meta(record.pieces)["tokens"] if record.pieces else np.zeros(0, np.int64)
+        assert isinstance(tokens, np.ndarray)
+        return tokens[record.age != TAKEN]
+
     def candidates(self, counts: Sequence[int]) -> Candidates:
         """Return the first ``counts[i]`` samples of each source in the pool that no step took."""
         sources = [i for i, n in enumerate(counts) if n]
@@ -460,6 +470,7 @@ class PlacedStep(NamedTuple):
     owed: tuple[int, ...]
     active: tuple[bool, ...]
     kept: np.ndarray | None = None  # payload rows that stay held; None: nothing is ever held
+    cut: tuple[int, ...] = ()  # chunks: ``StreamState.cut`` after the step
     valid_tokens: int | float = 0
 
 
@@ -513,17 +524,21 @@ def place_chosen(
     spec, state = context.spec, context.state
     pops = pool.number(demand.n_loaders)
     candidates = pool.candidates(counts_of(drawn.counts, spec.look_ahead))
-    order, substep = step_positions(drawn.counts)
-    shown = np.arange(len(candidates.rows)) if spec.look_ahead > 1 else order
     pieces = PieceColumns(candidates.pieces)
-    buffer = gather(
-        pieces, candidates.rows[shown], substep if spec.look_ahead == 1 else None, context
-    )
+    chooses, substep = spec.look_ahead > 1 and not spec.batch.defers, None
+    if spec.batch.defers:
+        source = np.repeat(pieces.where, pieces.sizes)[candidates.rows]
+        shown = candidate_order(source, np.sum(drawn.counts, axis=0).tolist())
+    elif chooses:
+        shown = np.arange(len(candidates.rows))
+    else:
+        shown, substep = step_positions(drawn.counts)
+    buffer = gather(pieces, candidates.rows[shown], substep, context)
     loader = pieces.holders(demand.first)[candidates.rows[shown]]
     buffer = replace(
         buffer, age=candidates.age[shown], max_age=spec.max_age, overflow=spec.overflow
     )
-    if spec.look_ahead > 1:
+    if chooses:
         buffer = replace(buffer, drawn=False, wanted=drawn.counts)
         if spec.consume is not None:
             chosen = spec.consume(buffer)
@@ -549,4 +564,6 @@ def place_chosen(
     owed = owed_after(drawn.owed, left, context.weights, active) if any(left) else drawn.owed
     weights = buffer.meta.get(LOSS_WEIGHTS)
     valid = valid_tokens(plan, None if weights is None else take_rows(weights, rows), spec.images)
-    return PlacedStep(plan, pops, doc, loader[rows], cursors, owed, active, kept, valid)
+    return PlacedStep(
+        plan, pops, doc, loader[rows], cursors, owed, active, kept, valid_tokens=valid
+    )

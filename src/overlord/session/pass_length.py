@@ -11,7 +11,7 @@ from overlord.session.session import Session
 
 INDEXED = ("megatron",)  # formats whose index has the length of every document
 KEEPING = ("tokens", "select")  # transforms that keep the number and lengths of documents
-AT_ONCE = 1024  # steps that are planned before the end is looked for again
+AT_ONCE = 1024  # steps that are planned between two checks for the end
 
 
 @dataclass(frozen=True, slots=True)

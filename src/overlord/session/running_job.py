@@ -109,7 +109,9 @@ class RunningJob:
             raise
         self.loop.start(self.fail)
         self.refresher = (
-            Refresher(prepared, self.metrics) if prepared.options.partition == "auto" else None
+            Refresher(lambda: self.generation.prepared, self.metrics)
+            if prepared.options.partition == "auto"
+            else None
         )
         if self.refresher is not None:
             self.refresher.start()

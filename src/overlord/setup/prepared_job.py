@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from overlord.checks import is_int
 from overlord.constructor.images import PixelForm
 from overlord.errors import JobError
+from overlord.hashing import digest
 from overlord.job.consumption import consumed_by
-from overlord.job.hooks import CONSUME, of_kind
+from overlord.job.hooks import CONSUME
 from overlord.job.job import Job, Source
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
@@ -69,6 +71,20 @@ class ReaderSpec:
     # transforms run in a worker process: they hold the interpreter lock, or the job requests it
     processes: bool
 
+    @property
+    def cost_fingerprint(self) -> str:
+        """Digest of everything that the costs of the source depend on.
+
+        These are its files and transforms, slice size, context and ``on_long``.
+        """
+        return digest(
+            self.index.fingerprint,
+            self.pipeline.fingerprint,
+            str(self.read.slice_rows),
+            str(self.pipeline.context),
+            self.pipeline.on_long,
+        )
+
 
 def open_loader(
     spec: ReaderSpec,
@@ -116,6 +132,7 @@ class PreparedJob:
         self.added: tuple[str, ...]  # sources added in mid-run; they are last in the job
         self.strategy = resolve(job.strategy)
         self.pipelines = [_pipeline(job, source) for source in job.sources]
+        self._index_threads = 2 * n_workers(options)
         self.indexes = build_resumed_indexes(
             [
                 IndexSpec(s.name, s.uri, s.format, self._read_options(s, p))
@@ -123,11 +140,12 @@ class PreparedJob:
             ],
             removed or {},
             cache_dir=options.cache_dir or default_cache_dir(),
-            workers=2 * n_workers(options),
+            workers=self._index_threads,
             progress=options.progress,
         )
         self.given, self.added = job, ()
         self.job = job = _bound(job, self.indexes)
+        self.images = PixelForm.of(job.sources)
         self.handles = OpenChunkCache(max_open=options.open_files, max_bytes=options.open_bytes)
         self.orders = [_order(job, s, i) for s, i in zip(job.sources, self.indexes, strict=True)]
         self.fingerprint = job_fingerprint(job, self.indexes, self.pipelines)
@@ -143,10 +161,6 @@ class PreparedJob:
             pipeline.refused,
             self.options.lengths_only and pipeline.lengths_suffice,
         )
-
-    @property
-    def images(self) -> PixelForm | None:
-        return PixelForm.of(self.job.sources)
 
     def loaders_of(self, i: int) -> int:
         return (self.options.loaders or {}).get(self.job.sources[i].name, 1)
@@ -184,7 +198,7 @@ class PreparedJob:
             max_age=job.max_age,
             prefer=getattr(schedule, "prefer", None),
             consume=self._consume(),
-            overflow=job.overflow,
+            overflow="defer" if job.batch.defers else job.overflow,
             prefetch=options.prefetch,
             read_ahead=options.read_ahead or READ_AHEAD,
             images=self.images is not None,
@@ -195,7 +209,7 @@ class PreparedJob:
 
     def _consume(self) -> Callable[[Buffer], np.ndarray] | None:
         """Return the choice of the hook ``loader_do_plan(consume=)``; None without one."""
-        hooks, seed = of_kind(tuple(self.job.hooks), CONSUME), self.job.seed
+        hooks, seed = self.job.hooks_of(CONSUME), self.job.seed
         return (lambda candidates: consumed_by(hooks[0], candidates, seed)) if hooks else None
 
     def with_floor(self, floor: int) -> PreparedJob:
@@ -300,9 +314,13 @@ class PreparedJob:
         more.options = replace(
             self.options, loaders={**(self.options.loaders or {}), source.name: loaders}
         )
-        if problems := more.options.problems(job):
-            raise JobError(problems, "add_source")
-        if self.images is None and more.images is not None:
+        if not is_int(loaders) or loaders < 1:
+            problem = (
+                f"loaders: expected a whole number of at least 1 for {source.name!r}, got "
+                f"{loaders!r}"
+            )
+            raise JobError([problem], "add_source")
+        if self.images is None and any(t.kind == "images" for t in source.transforms):
             problem = (
                 f"source {source.name!r}: expected a source without images, since the job started "
                 "without, got one with images; list one from the start, at weight 0"
@@ -316,7 +334,7 @@ class PreparedJob:
                 )
             ],
             cache_dir=self.options.cache_dir or default_cache_dir(),
-            workers=2 * n_workers(self.options),
+            workers=self._index_threads,
             progress=self.options.progress,
         )
         more.pipelines, more.indexes = [*self.pipelines, pipeline], [*self.indexes, index]
@@ -393,6 +411,7 @@ def _pipeline(job: Job, source: Source) -> Pipeline:
         seed=job.seed,
         context=job.document_limit,
         on_long=job.on_long,
+        cuts=job.batch.in_chunks,
     )
 
 

@@ -18,7 +18,7 @@ from overlord.hashing import digest
 from overlord.job.hooks import Hook
 from overlord.job.job import Job, Source
 from overlord.loader.samples import SourceOrder
-from overlord.mesh import NOT_THE_STREAM
+from overlord.mesh import LATER_FIELDS, NOT_THE_STREAM
 from overlord.messages.control import AddSource, Cursor, SourceLost, StreamState
 from overlord.planning.schedule.base import has_state
 from overlord.planning.state_json import (
@@ -54,7 +54,8 @@ STREAM_FIELDS = (
     "feedback_lag",
     "on_long",
 )
-LIMIT = "max_document"  # the entry with the tokens of the longest sample, if it is not the context
+# The entry with the tokens of the longest sample: where it is not the context, and of chunks.
+LIMIT = "max_document"
 
 
 def job_fingerprint(
@@ -76,7 +77,7 @@ def job_fingerprint(
         else "function " + digest(code_text(job.strategy)),
     }
     entries |= {name: str(getattr(job, name)) for name in STREAM_FIELDS}
-    if job.document_limit != job.batch.context:
+    if job.document_limit != job.batch.context or job.batch.in_chunks:
         entries[LIMIT] = str(job.document_limit)
     if job.hooks:
         entries["hooks"] = digest(*(code_text(hook) for hook in job.hooks))
@@ -115,8 +116,15 @@ def source_mark(entries: Mapping[str, str], name: str) -> str:
 
 
 def batch_fields(job: Job) -> dict[str, Any]:
-    """Return the fields of the job's batch that shape the stream."""
-    return {k: v for k, v in asdict(job.batch).items() if k not in NOT_THE_STREAM}
+    """Return the fields of the job's batch that shape the stream.
+
+    Fields of packing and shape are left out at their defaults, as in earlier saved states.
+    """
+    found = {k: v for k, v in asdict(job.batch).items() if k not in NOT_THE_STREAM}
+    for field in fields(job.batch):
+        if field.name in LATER_FIELDS and found[field.name] == field.default:
+            del found[field.name]
+    return found
 
 
 def reading_text(source: Source) -> str:
@@ -198,6 +206,11 @@ def state_to_json(
             )
             else {}
         ),
+        **(
+            {"cut": {name: n for name, n in zip(names, state.cut, strict=False) if n}}
+            if any(state.cut)
+            else {}
+        ),
         "counts": {
             k: {name: n for name, n in zip(names, v.tolist(), strict=True) if n}
             for k, v in state.counts.items()
@@ -221,6 +234,7 @@ def state_from_json(
     """
     _check_form(saved)
     try:
+        _check_cut(saved, job, fingerprint)
         _check_fingerprint(saved, job, fingerprint, allow)
         state = _state_of(saved, job, orders)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
@@ -268,6 +282,9 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
         ahead=tuple(np.array(saved["ahead"].get(n, ()), np.int32) for n in names)
         if saved.get("ahead")
         else (),
+        cut=tuple(int(saved.get("cut", {}).get(n, 0)) for n in names)
+        if job.batch.in_chunks
+        else (),
         counts={
             k: np.array([v.get(n, 0) for n in names], np.int64) for k, v in saved["counts"].items()
         },
@@ -283,7 +300,7 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
 
 def _check_ahead(state: StreamState, job: Job) -> None:
     """Refuse a state with passed-over samples if the batch is counted in tokens."""
-    if job.batch.tokens is None or not any(map(len, state.ahead)):
+    if job.batch.tokens is None or job.batch.in_chunks or not any(map(len, state.ahead)):
         return
     raise StateMismatch(
         {
@@ -295,6 +312,27 @@ def _check_ahead(state: StreamState, job: Job) -> None:
         "continue with a batch in samples and look_ahead=1 until a state has no 'ahead'; change "
         "the batch then",
     )
+
+
+def _check_cut(saved: Mapping[str, Any], job: Job, fingerprint: Mapping[str, str]) -> None:
+    """Refuse a state with cut samples for a job that has no rest of them, whatever it allows."""
+    if not saved.get("cut"):
+        return
+    if not job.batch.in_chunks:
+        raise StateMismatch(
+            {"cut": ("samples of which steps have received a part", "a batch of whole samples")},
+            'continue with packing="concat"; the end of an epoch or of the data has no cut sample',
+        )
+    then = saved["fingerprint"]
+    if other := {
+        name: (str(then.get(name)), fingerprint[name])
+        for name in (LIMIT, "on_long")
+        if then.get(name) != fingerprint[name]
+    }:
+        raise StateMismatch(
+            other,
+            "set the saved values: steps have received parts of samples, which would end elsewhere",
+        )
 
 
 def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> StreamState:
