@@ -134,6 +134,33 @@ def test_rings_of_a_hybrid_plan_show_whole_documents(tmp_path: Path) -> None:
     assert max(len(batch.ranks) for batch in found.microbatches) > 1
 
 
+def test_chunks_show_the_pieces_of_documents_which_tile_them(tmp_path: Path) -> None:
+    batch = ov.Batch(samples=6, context=48, packing="concat", shape="fixed")
+    job = texts_job(tmp_path, batch=batch, place=ov.Mesh(dp=2), max_document=4096)
+    tokens: dict[str, dict[int, int]] = {}
+    loss: dict[str, dict[int, float]] = {}
+    later = 0
+    for step in range(6):
+        found = preview_step(job, step, ALL, quiet)
+        assert [sum(s.tokens for s in b.samples) for b in found.microbatches] == [48] * 6
+        for sample in found.samples:
+            later += sample.begin > 0
+            ids = [i for segment in sample.segments for i in segment.ids]
+            weights = [segment.loss for segment in sample.segments for _ in segment.ids]
+            tokens.setdefault(sample.sample, {}).update(enumerate(ids, sample.begin))
+            known = {k: w for k, w in enumerate(weights, sample.begin) if w == w}
+            loss.setdefault(sample.sample, {}).update(known)
+    assert later > 3
+    whole = replace(job, batch=ov.Batch(samples=40, context=4096), place=ov.Mesh())
+    wanted = received(whole, 0) | received(whole, 1)
+    for sample, given_ids in tokens.items():
+        ids, weights = wanted[sample]
+        assert [given_ids[k] for k in range(len(given_ids))] == ids[: len(given_ids)]
+        assert loss[sample] == {k: weights[k] for k in loss[sample]}
+        unknown = set(given_ids) - set(loss[sample])
+        assert len(unknown) <= 2, "the first token of a piece whose predecessor is in another step"
+
+
 def test_a_source_shows_the_first_samples_of_its_stream(tmp_path: Path) -> None:
     job = texts_job(tmp_path, place=ov.Mesh(dp=2))
     found = preview_source(job, "ids", PreviewRequest(samples=5), quiet)

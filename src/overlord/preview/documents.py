@@ -16,11 +16,17 @@ from overlord.sample import SampleId
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Document:
-    """One sample: its tokens, and the weight of each token as a label of the loss."""
+    """One sample, or its piece in a chunk: tokens, and the weight of each as a label of the loss.
+
+    The label of the first token of a later piece belongs to the piece before it. ``after`` is the
+    weight of the label after the last token.
+    """
 
     sample: SampleId
     tokens: np.ndarray  # int64
-    loss: np.ndarray  # float32; 0: not predicted, or masked
+    loss: np.ndarray  # float32; 0: not predicted, or masked; NaN: unknown, in an earlier step
+    begin: int = 0  # tokens of the sample before this piece
+    after: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -63,7 +69,17 @@ def batches_of(
         received = [rank for rank in ranks if rank in steps]
         if received:
             found += _bucket_batches(ranks, received, steps, place, batch)
+    if batch.packing == "concat" and batch.labels == "shifted":
+        _join_pieces([document for group in found for document in group.documents])
     return found
+
+
+def _join_pieces(pieces: Sequence[Document]) -> None:
+    """Set the weights of the first tokens of pieces from the pieces before them."""
+    ends = {(p.sample, p.begin + len(p.tokens)): p.after for p in pieces}
+    for piece in pieces:
+        if piece.begin:
+            piece.loss[0] = ends.get((piece.sample, piece.begin), np.nan)
 
 
 def _stages(ranks: Sequence[int], place: Mesh) -> tuple[list[int], list[int]]:
@@ -111,7 +127,7 @@ def _documents(
     microbatch: Microbatch, arrays: Mapping[str, np.ndarray], batch: Batch
 ) -> Iterator[Document]:
     tokens, mask = arrays["tokens"], arrays["loss_mask"]
-    for piece in microbatch.samples:
+    for piece, begin in zip(microbatch.samples, microbatch.begins.tolist(), strict=True):
         if tokens.ndim == 2:
             ids, weights = tokens[piece.offset, : piece.length], mask[piece.offset, : piece.length]
         else:
@@ -119,7 +135,11 @@ def _documents(
             ids, weights = tokens[inside], mask[inside]
         positions = np.arange(len(ids))
         yield Document(
-            sample=piece.sample, tokens=ids, loss=_of_tokens(weights, positions, len(ids), batch)
+            sample=piece.sample,
+            tokens=ids,
+            loss=_of_tokens(weights, positions, len(ids), batch),
+            begin=begin,
+            after=float(weights[-1]),
         )
 
 

@@ -80,7 +80,7 @@ def _sample(sample: PreviewSample) -> str:
 
 
 def _span(segment: Segment) -> str:
-    names = ["loss" if segment.loss else "none"]
+    names = ["loss" if segment.loss > 0 else "none"]
     names += [segment.kind] if segment.kind in (SPECIAL, UNKNOWN) else []
     # A weight other than 0 and 1 is shown when the pointer rests on the run.
     title = f' title="loss weight {mark(segment.loss)}"' if segment.loss not in (0, 1) else ""

@@ -48,10 +48,11 @@ class PreviewRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviewSample:
-    """One sample: its runs of tokens, and its images."""
+    """One sample, or its piece in a chunk: its runs of tokens, and its images."""
 
     sample: str
     source: str
+    begin: int  # tokens of the sample before this piece
     tokens: int
     loss_tokens: int
     segments: tuple[Segment, ...]
@@ -136,6 +137,9 @@ def _source_alone(job: Job, source: Source, samples: int) -> Job:
         microbatches=1,
         sequence_parallel=False,
         context=job.document_limit,
+        packing="documents",
+        shape="free",
+        max_documents=None,
     )
     multiple = batch.document_multiple(place)
     batch = replace(batch, context=-(-job.document_limit // multiple) * multiple)
@@ -303,8 +307,9 @@ def _sample(
     return PreviewSample(
         sample=str(document.sample),
         source=document.sample.source,
+        begin=document.begin,
         tokens=n,
-        loss_tokens=int(np.count_nonzero(document.loss)),
+        loss_tokens=int(np.count_nonzero(document.loss > 0)),
         segments=tuple(segments),
         hidden_tokens=n - shown,
         images=tuple(pictures.get(document.sample, ())),

@@ -18,7 +18,7 @@ from overlord.preview.preview import Preview, PreviewMicrobatch, PreviewSample
 
 LEGEND = (
     "+ has a loss, - has none (a number: the weight of its loss); ⟦ ⟧ special token; ↵ line break. "
-    "The first token of a document is never predicted."
+    "The first token of a document is never predicted. ? is decided by a label of an earlier step."
 )
 RANKS = 8  # most ranks of a microbatch that are named
 
@@ -72,16 +72,17 @@ def _sample_views(sample: PreviewSample) -> Iterator[RenderableType]:
 
 def counts(sample: PreviewSample) -> str:
     """Return the numbers of tokens of a sample, as text."""
-    return f"{sample.tokens:,} tokens, {sample.loss_tokens:,} with a loss"
+    begin = f"from token {sample.begin:,}: " if sample.begin else ""
+    return f"{begin}{sample.tokens:,} tokens, {sample.loss_tokens:,} with a loss"
 
 
 def mark(loss: float) -> str:
-    """Return the mark of a loss weight: +, -, or the weight."""
-    return {0.0: "-", 1.0: "+"}.get(loss, f"{loss:g}")
+    """Return the mark of a loss weight: +, -, the weight, or ? if an earlier step decides it."""
+    return "?" if loss != loss else {0.0: "-", 1.0: "+"}.get(loss, f"{loss:g}")
 
 
 def _style(loss: float) -> str:
-    return "green" if loss else "dim"
+    return "green" if loss > 0 else "dim"
 
 
 def _lines(segments: Sequence[Segment]) -> Iterator[tuple[float, Text]]:
@@ -91,7 +92,7 @@ def _lines(segments: Sequence[Segment]) -> Iterator[tuple[float, Text]]:
     """
     line, loss = Text(), None
     for k, segment in enumerate(segments):
-        first = k == 0 and len(segment.ids) == 1 and len(segments) > 1
+        first = k == 0 and len(segment.ids) == 1 and len(segments) > 1 and not segment.loss
         weight = segments[1].loss if first else segment.loss
         if loss is not None and weight != loss and len(line):
             yield loss, line
