@@ -42,7 +42,11 @@ RUNS: dict[str, tuple[str, ...]] = {
 }
 # A cluster of Ray, or trainers, are needed; tests/scenarios/test_cli_json.py runs them for real.
 ELSEWHERE = ("serve", "status", "stop")
-MORE = {"inspect DATA": ("inspect", "DATA"), "explain SAMPLE": ("explain", "JOB", "--sample", "ID")}
+MORE = {
+    "inspect DATA": ("inspect", "DATA"),
+    "explain SAMPLE": ("explain", "JOB", "--sample", "ID"),
+    "plan END": ("plan", "JOB", "--until-end"),
+}
 
 
 def commands(group: click.Group = cli, above: str = "") -> Iterator[tuple[str, click.Command]]:

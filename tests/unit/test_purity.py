@@ -23,6 +23,7 @@ VALUES = (
     "batch_rules",
     "checks",
     "errors",
+    "given_columns",
     "hashing",
     "late_binding",
     "mesh",
@@ -33,6 +34,7 @@ VALUES = (
 )
 CORES = (
     "loader.loader",
+    "loader.partial_epoch",
     "loader.samples",
     "constructor.assembler",
     "constructor.compact",

@@ -77,6 +77,7 @@ def run_view(
 ) -> RenderableType:
     """Return tables of a run: mix, speed, memory, and quarantined rows with reasons."""
     what = LOST.get(job.on_long, "")
+    limited = any(source.max_tokens is not None for source in job.sources)
     mixed = meter.source_tokens if job.batch.mixes_tokens else meter.samples
     head = (
         "source",
@@ -87,6 +88,7 @@ def run_view(
         "quarantined",
         "dropped",
         *([f"{what} tokens"] if what else []),
+        *(["budget"] if limited else []),
     )
     rows = [
         (
@@ -98,6 +100,7 @@ def run_view(
             f"{s['quarantined']:,}",
             f"{s['dropped']:,}",
             *([tokens_lost(s["tokens"], s[f"{what}_tokens"])] if what else []),
+            *([budget_used(s)] if limited else []),
         )
         for (name, s), w, m, n, t in zip(
             metrics["sources"].items(),
@@ -139,6 +142,14 @@ def run_view(
             *(Text(one_line(_quarantined(q))) for q in quarantine[-REASONS:]),
         ]
     return Group(*views)
+
+
+def budget_used(source: Mapping[str, Any]) -> str:
+    """Return, as text, the share of its token budget that a source has given; "" without one."""
+    if source["max_tokens"] is None:
+        return ""
+    used = f"{source['tokens'] / source['max_tokens']:.1%}"
+    return f"{used}, ended" if source["ended"] else used
 
 
 def tokens_lost(tokens: int, lost: int) -> str:

@@ -22,7 +22,7 @@ class Pieces(NamedTuple):
     sample: np.ndarray  # int64: row of the sample, as given to ``cut_pieces``
     offset: np.ndarray  # int64: tokens of the sample before the piece
     length: np.ndarray  # int64
-    chunk: np.ndarray  # int64, rising
+    chunk: np.ndarray  # int64, ascending
     end: np.ndarray  # int64, by sample: its tokens that steps have received
 
 

@@ -145,7 +145,7 @@ def _source_alone(job: Job, source: Source, samples: int) -> Job:
     batch = replace(batch, context=-(-job.document_limit // multiple) * multiple)
     return replace(
         job,
-        sources=(source if job.evaluation else replace(source, weight=1.0, epochs=1),),
+        sources=(source if job.evaluation else _one_pass(source),),
         place=place,
         batch=batch,
         mixture=None,
@@ -157,6 +157,10 @@ def _source_alone(job: Job, source: Source, samples: int) -> Job:
         hooks=tuple(hook for hook in job.hooks if hook.kind != CONSUME),
         journal=None,
     )
+
+
+def _one_pass(source: Source) -> Source:
+    return replace(source, weight=1.0, epochs=1, max_tokens=None)
 
 
 def preview_step(
