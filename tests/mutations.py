@@ -33,6 +33,11 @@ LAWS = (
 TESTS = {
     "plan": ("unit/test_step.py", "properties/test_plan.py", "properties/test_rank_views.py"),
     "planning": (
+        "properties/test_concat.py",
+        "unit/test_stages.py",
+        "properties/test_stages.py",
+        "properties/test_chunk_weights.py",
+        "properties/test_source_budgets.py",
         "unit/test_golden.py",
         "unit/test_planner.py",
         "unit/test_long_documents.py",
@@ -57,6 +62,7 @@ TESTS = {
     ),
     "loader": (
         "unit/test_golden.py",
+        "properties/test_source_budgets.py",
         "unit/test_loader.py",
         "unit/test_reader.py",
         "unit/test_loader_rollback.py",
@@ -432,10 +438,15 @@ MUTATIONS = [
             "isinstance(e, Skip) else 0) > step\n",
             "isinstance(e, Skip) else 0) > step + 1\n",
         ),
+        (
+            "a change of mixture outlives its stage",
+            "if first <= step), default=0) - 1)",
+            "if first <= step), default=0) - 10**9)",
+        ),
         ("a skip is forgotten at once", "(lag if isinstance(e, Skip) else 0)", "0"),
         (
             "a mixture that waits for its epoch pushes out the one in force",
-            "*latest(events, -1, mix_step),\n        *latest(events, mix_step, step),",
+            "*latest(events, -1, mix_step, starts),\n        *latest(events, mix_step, step, starts),",
             "*(latest(events, mix_step, step) or latest(events, -1, mix_step)),",
         ),
         (
@@ -536,8 +547,8 @@ MUTATIONS = [
         ),
         (
             "a restored epoch starts at its first group",
-            "for g in range(group, self.n_groups):",
-            "for g in range(0, self.n_groups):",
+            "for g in range(group, self.groups_of(epoch)):",
+            "for g in range(0, self.groups_of(epoch)):",
         ),
     ),
     *_at(
@@ -622,6 +633,73 @@ MUTATIONS = [
         ),
     ),
     *_at(
+        "planning/budgets.py",
+        (
+            "one token beyond the budget",
+            "= front.samples_within(left)",
+            "= front.samples_within(left + 1)",
+        ),
+        (
+            "look-ahead beyond the budget",
+            "isinstance(front, BudgetFront) and front.ended",
+            "isinstance(front, BudgetFront) and front is None",
+        ),
+        (
+            "candidates as timing has them",
+            "isinstance(front, BudgetFront) and front.ended",
+            "isinstance(front, BudgetFront)",
+        ),
+        ("a chunk beyond the budget", "min(held, self._left)", "held"),
+        ("a budget for each launch", "source.max_tokens - drawn[i]", "source.max_tokens"),
+        ("rows after a budget in quarantine", "or ready > 0)", "and ready < 0)"),
+    ),
+    *_at(
+        "loader/partial_epoch.py",
+        ("a part one row short", "Fraction(1, 2))", "Fraction(1, 2)) - 1"),
+        ("the last window whole", "(key < limit) | (", "(key <= limit) | ("),
+        ("the last chunk whole", "< np.uint64(self.below)", "<= np.uint64(WHOLE - 1)"),
+        ("a wrong window", "(middle + 1) * slice_rows", "middle * slice_rows"),
+    ),
+    *_at(
+        "planning/chunks.py",
+        ("the rest of a cut sample is lost", "pieces.end == tokens, state", "tokens > 0, state"),
+        ("a cut that stays", "        cut[i] = 0\n", "        cut[i] += 0\n"),
+    ),
+    *_at(
+        "planning/stage_cuts.py",
+        ("pieces of a long sample overlap", "- n, n)) * context", "- n, n)) * (context - 1)"),
+        (
+            "a truncated sample continues",
+            'whole = wide if how == "split" else np.minimum(wide, context)',
+            "whole = wide",
+        ),
+    ),
+    *_at(
+        "planning/schedule/by_stage.py",
+        (
+            "a stage's schedule counts from the start of the job",
+            "own(step - first, feedback)",
+            "own(step, feedback)",
+        ),
+    ),
+    *_at(
+        "planning/cut_pieces.py",
+        ("a cut sample begins again", "np.where(rank == 0, ", "np.where(rank < 0, "),
+        ("a chunk one token short", "(chunk + 1) * context)", "(chunk + 1) * context - 1)"),
+        ("sources in turn", "(2 * before + length) / (2 * total)", "before"),
+        (
+            "the label after a piece has no weight",
+            "ahead = remaining > 0 if",
+            "ahead = remaining < 0 if",
+        ),
+        (
+            "weights of the sample's start",
+            "pieces.offset + 1, pieces.offset",
+            "0 * pieces.offset + 1, pieces.offset",
+        ),
+        ("a run counts once", "tokens * weight[at]", "weight[at]"),
+    ),
+    *_at(
         "constructor/build.py",
         (
             "samples in the order of the draw",
@@ -635,8 +713,8 @@ MUTATIONS = [
         ),
         (
             "a document one token short",
-            "offsets[docs + 1] - start,",
-            "offsets[docs + 1] - start - (offsets[docs + 1] - start > 9),",
+            "length = offsets[docs + 1] - start\n",
+            "length = offsets[docs + 1] - start - (offsets[docs + 1] - start > 9)\n",
         ),
         (
             "bounds on the wrong side",
@@ -676,8 +754,8 @@ MUTATIONS = [
         ),
         (
             "cu_seqlens with padding",
-            '"cu_seqlens": _cumulative(docs.true, first)',
-            '"cu_seqlens": _cumulative(docs.size, first)',
+            '"cu_seqlens": _cumulative(docs.true, first, counts)',
+            '"cu_seqlens": _cumulative(docs.size, first, counts)',
         ),
         (
             "positions go on across documents",

@@ -195,7 +195,7 @@ def pipeline(case: Case, seed: int, linux: Path = LINUX) -> Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planning:
-    """CPU milliseconds of a schedule of 32M tokens, and of its check; the best of some."""
+    """CPU milliseconds of schedules of 32M tokens, and of the check; the best of some."""
 
     mix: str
     ranks: int
@@ -204,9 +204,15 @@ class Planning:
     documents: int
     any: float
     aligned: float
+    equal: float  # with equal counts
+    staged: float  # with 4 pipeline stages
     check: float
-    over_bound: float  # slowest rank over what its longest document needs at least, or the ideal
+    over_bound: float  # slowest rank over the larger of the ideal and the lower bound
     over_ideal: float
+
+    @property
+    def most(self) -> float:
+        return max(self.any, self.aligned, self.equal, self.staged) + self.check
 
 
 def planning(
@@ -215,17 +221,23 @@ def planning(
     lengths = draw(mix, 1 << 25, context, 0, linux)
     case = Case(mix=mix, ranks=ranks, context=context, capacity=capacity, slots=1)
     rules = HybridRules(ranks=ranks, capacity=capacity)
+    ways = {
+        "aligned": replace(rules, groups="power_of_two"),
+        "equal": replace(rules, equal_counts=True),
+        "staged": replace(rules, stages=4),
+        "any": rules,
+    }
     taken: dict[str, float] = {}
-    for groups in ("power_of_two", "any"):
+    for way, its in ways.items():
         for _ in range(repeat):
             at = time.process_time()
-            plan = schedule(lengths, MODEL, replace(rules, groups=groups))
+            plan = schedule(lengths, MODEL, its)
             planned = time.process_time()
-            plan.tasks.check(rules.task_rules(), task=plan.task, tokens=lengths)
+            plan.tasks.check(its.task_rules(), task=plan.task, tokens=lengths)
             checked = time.process_time()
-            for name, ms in ((groups, planned - at), ("check", checked - planned)):
+            for name, ms in ((way, planned - at), ("check", checked - planned)):
                 taken[name] = min(taken.get(name, np.inf), 1000 * ms)
-    bound = ideal(lengths, case)
+    at_least = ideal(lengths, case)
     slowest = float(plan.load.max())
     return Planning(
         mix=mix,
@@ -233,21 +245,10 @@ def planning(
         context=context,
         capacity=capacity,
         documents=len(lengths),
-        any=taken["any"],
-        aligned=taken["power_of_two"],
-        check=taken["check"],
-        over_bound=slowest / max(bound, _alone(int(lengths.max()), case)),
-        over_ideal=slowest / bound,
+        over_bound=slowest / max(at_least, lower_bound(lengths, MODEL, rules)),
+        over_ideal=slowest / at_least,
+        **taken,
     )
-
-
-def _alone(length: int, case: Case) -> float:
-    """Return the least time of one document on any aligned block that holds it."""
-    sizes = np.array(
-        [d for d in megatron.group_sizes(case.ranks) if length <= d * case.capacity], np.int64
-    )
-    exact = np.full(len(sizes), float(length))
-    return float(case.costs.seconds(exact, exact * exact, sizes, sizes > 8).min())
 
 
 def cases(quick: bool, slots_of_ranks: Sequence[int] = (4, 16)) -> Iterator[Case]:

@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from overlord.batch_ramp import Ramp
+from overlord.batch_rules import packing_problems, size_problems
 from overlord.checks import is_int, one_of
 from overlord.errors import JobError
+from overlord.mesh_text import branches, ranks_text
 
 # ----------------------------------------------------------------------------
 # Mesh: the ranks of the trainer, arranged by kind of parallelism.
@@ -30,8 +33,6 @@ BROADCASTS = ("TP", "CP", "PP", "DP")
 MESH_DIMS = {axis: axis for axis in AXES} | dict.fromkeys(
     ("dp_replicate", "dp_shard", "ddp", "fsdp", "batch"), "dp"
 )
-# branches of a printed tree, or ranks of a list with gaps, before the rest is only counted
-SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -331,7 +332,7 @@ class Mesh:
         ranks = np.arange(self.first_rank, self.first_rank + self.world_size)
         grid = ranks.reshape([getattr(self, axis) for axis in axes])
         count = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        return "\n".join([f"{self}: {count}", *_branches(axes, grid)])
+        return "\n".join([f"{self}: {count}", *branches(axes, grid)])
 
 
 ClientPlaceTree = Mesh  # the name of the paper
@@ -411,56 +412,11 @@ def _mesh_of(mesh: Any) -> tuple[tuple[str, ...], np.ndarray]:
         raise JobError(
             [
                 f"expected the mesh of the whole job, ranks 0 to {ranks.size - 1}, got "
-                f"ranks {_ranks(ranks.ravel())}"
+                f"ranks {ranks_text(ranks.ravel())}"
             ],
             "from_device_mesh",
         )
     return tuple(names), ranks
-
-
-def _branches(axes: Sequence[str], grid: np.ndarray, indent: str = "") -> list[str]:
-    """Return the lines of a tree with a branch for each coordinate of the first axis.
-
-    The last two axes share a line. Branches beyond ``SHOWN`` are summarized.
-    """
-    axis, n = axes[0], len(grid)
-    if len(axes) == 1:
-        return [f"{indent}└─ {_leaf(axis, grid)}"]
-    lines = []
-    for i in range(min(n, SHOWN)):
-        last = i == n - 1
-        lines.append(
-            f"{indent}{'└─' if last else '├─'} {axis} {i}"
-            + (f", {_leaf(axes[1], grid[i])}" if len(axes) == 2 else "")
-        )
-        if len(axes) > 2:
-            lines += _branches(axes[1:], grid[i], indent + ("   " if last else "│  "))
-    if n > SHOWN:
-        lines.append(
-            f"{indent}└─ ... {n - SHOWN} more {axis}, ranks "
-            f"{_ranks(np.sort(grid[SHOWN:], axis=None))}"
-        )
-    return lines
-
-
-def _leaf(axis: str, ranks: np.ndarray) -> str:
-    return (
-        f"{axis} 0: rank {ranks[0]}"
-        if len(ranks) == 1
-        else f"{axis} 0-{len(ranks) - 1}: ranks {_ranks(ranks)}"
-    )
-
-
-def _ranks(ranks: np.ndarray) -> str:
-    """Return ranks as text: "0-7" if consecutive, all if at most ``SHOWN``, else some of them."""
-    found = [int(r) for r in ranks]
-    if len(found) > 1 and found == list(range(found[0], found[-1] + 1)):
-        return f"{found[0]}-{found[-1]}"
-    return (
-        " ".join(map(str, found))
-        if len(found) <= SHOWN
-        else f"{' '.join(map(str, found[: SHOWN - 1]))} ... {found[-1]}"
-    )
 
 
 # ----------------------------------------------------------------------------
@@ -475,8 +431,17 @@ LABELS = ("shifted", "unshifted")
 CP_SPLITS = ("zigzag", "zigzag_whole", "contiguous", "none")
 
 
+PACKINGS = ("documents", "concat")
+
+
+SHAPES = ("free", "fixed")
+
+
 # fields of a Batch that decide how a step is sliced for the mesh, not which samples form it
 NOT_THE_STREAM = ("cp_split", "sequence_parallel")
+# fields that fingerprints contain only where they differ from their defaults
+LATER_FIELDS = ("packing", "shape", "max_documents")
+SIZES = ("samples", "tokens")  # fields of a Batch that may be ramps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -485,9 +450,11 @@ class Batch:
 
     Arguments
     ---------
-    samples: number of samples in a step. Default None: the size is given in ``tokens``.
-    tokens: approximate number of tokens in a step; weights are then shares of tokens, not of
-        samples. Default None: the size is given in ``samples``.
+    samples: number of samples in a step, or a ramp (``ov.schedule.linear(64, 256, steps=1000)``);
+        with packing="concat" the number of chunks. Default None: the size is given in ``tokens``.
+    tokens: approximate number of tokens in a step, or a ramp; weights are then shares of tokens,
+        not of samples. With packing="concat" the exact number, a multiple of ``context``. Default
+        None: the size is given in ``samples``.
     microbatches: least number of microbatches per rank and step; a step that does not fit has
         more. Default 1.
     context: tokens of one microbatch of one bucket, before context-parallel slicing; also the
@@ -503,10 +470,17 @@ class Batch:
         "zigzag".
     sequence_parallel: whether documents are padded so that tensor-parallel ranks can slice the
         sequence, too. Not in the fingerprint. Default False.
+    packing: "documents" (whole samples fill a microbatch) or "concat" (the samples of a step are
+        one stream of tokens, cut into chunks of ``context`` tokens, one for each microbatch).
+        Default "documents".
+    shape: "free", or "fixed": the arrays of every microbatch of every rank and step have the same
+        shapes, and every step has the same number of microbatches. Default "free".
+    max_documents: documents of a microbatch with shape="fixed", to which the arrays by document are
+        padded. Default None: ``context``, which always suffices.
     """
 
-    samples: int | None = None
-    tokens: int | None = None
+    samples: Any = None  # a whole number or a Ramp; the batch of a step (``at``) has no ramps
+    tokens: Any = None
     microbatches: int = 1
     context: int = 0
     layout: str = "packed"
@@ -515,6 +489,9 @@ class Batch:
     labels: str = "shifted"
     cp_split: str = "zigzag"
     sequence_parallel: bool = False
+    packing: str = "documents"
+    shape: str = "free"
+    max_documents: int | None = None
 
     def __post_init__(self) -> None:
         if problems := self.problems():
@@ -523,8 +500,13 @@ class Batch:
     def document_multiple(self, place: Mesh) -> int:
         """Return the number of tokens to a multiple of which every document is padded.
 
-        The batch, context parallelism and sequence parallelism determine it.
+        The batch, context parallelism and sequence parallelism determine it. Pieces of a chunk are
+        not padded.
         """
+        return 1 if self.in_chunks else self.context_multiple(place)
+
+    def context_multiple(self, place: Mesh) -> int:
+        """Return the number of tokens of which ``context`` must be a multiple on a mesh."""
         pieces = (
             {"none": 1, "contiguous": place.cp}.get(self.cp_split, 2 * place.cp)
             if place.cp > 1
@@ -532,23 +514,66 @@ class Batch:
         )
         return self.pad_multiple * pieces * (place.tp if self.sequence_parallel else 1)
 
+    def at(self, step: int) -> Batch:
+        """Return the batch of a step: itself, or a copy with the numbers of its ramps."""
+        sizes: Any = {n: r.at(step) for n in SIZES if isinstance(r := getattr(self, n), Ramp)}
+        return replace(self, **sizes) if sizes else self
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether samples are cut into chunks of ``context`` tokens."""
+        return self.packing == "concat"
+
+    @property
+    def mixes_tokens(self) -> bool:
+        """Whether weights are shares of tokens, not of samples."""
+        return self.in_chunks or self.tokens is not None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether all microbatches have the same shapes."""
+        return self.shape == "fixed"
+
+    @property
+    def pads(self) -> bool:
+        """Whether every microbatch has exactly ``context`` tokens, padding included."""
+        return self.in_chunks or self.fixed
+
+    @property
+    def chunks(self) -> int:
+        """The number of chunks of a step with packing="concat"."""
+        return int(self.samples or (self.tokens or 0) // self.context)
+
+    @property
+    def tokens_of_chunks(self) -> int:
+        """The tokens of a step with packing="concat"; 0 with packing="documents"."""
+        return self.chunks * self.context if self.in_chunks else 0
+
+    def least_microbatches(self, buckets: int) -> int:
+        """Return the least number of microbatches of a step; with shape="fixed" the number."""
+        chunks = -(-self.chunks // buckets) if self.in_chunks and self.fixed else 1
+        return max(self.microbatches, chunks)
+
+    @property
+    def defers(self) -> bool:
+        """Whether samples that do not fit wait for a later step, whatever ``Job.overflow`` is."""
+        return self.fixed and not self.in_chunks
+
+    @property
+    def documents(self) -> int:
+        """The length of arrays by document with shape="fixed"."""
+        return self.max_documents or self.context
+
     def problems(self) -> list[str]:
         """Return every problem of the fields, as text."""
-        found = []
-        if (self.samples is None) == (self.tokens is None):
-            given = "neither" if self.samples is None else "both"
-            found.append(f"batch: expected exactly one of samples= and tokens=, got {given}")
+        found = size_problems(self)
         for name, least in (
-            ("samples", 1),
-            ("tokens", 1),
             ("microbatches", 1),
             ("context", 1),
             ("pad_multiple", 1),
             ("pad_id", 0),
         ):
             value = getattr(self, name)
-            if name in ("samples", "tokens") and value is None:
-                continue
             if not is_int(value) or value < least:
                 found.append(
                     f"batch.{name}: expected a whole number of at least {least}, got {value!r}"
@@ -561,6 +586,10 @@ class Batch:
             found.append(
                 f"batch.sequence_parallel: expected true or false, got {self.sequence_parallel!r}"
             )
+        found += one_of("batch.packing", self.packing, PACKINGS)
+        found += one_of("batch.shape", self.shape, SHAPES)
+        if not found:
+            found += packing_problems(self)
         if not found and self.context % self.pad_multiple:
             found.append(
                 f"batch.context: expected a multiple of pad_multiple={self.pad_multiple}, "

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # Metadata of sources with loss weights: float64, per document, the sum of its labels' weights.
 LOSS_WEIGHTS = "loss_weights"
+# Where samples are cut into pieces: float64, per document, its runs of equal weights, each as a
+# number of tokens and their weight.
+LOSS_RUNS = "loss_runs"
 # Job.sync -> objective of balancing
 OBJECTIVES = {"microbatch": "microbatch", "step": "iteration"}
 # mean row length from which copying rows one by one is cheaper than gathering by index
@@ -74,12 +77,21 @@ class Ragged:
 
     def take(self, rows: np.ndarray) -> Ragged:
         """Return a copy of the chosen rows, in the given order."""
-        lengths = self.lengths[rows]
-        offsets = np.zeros(len(rows) + 1, np.int64)
+        return self._copy(self.offsets[:-1][rows], self.lengths[rows])
+
+    def take_spans(self, rows: np.ndarray, first: np.ndarray, count: np.ndarray) -> Ragged:
+        """Return a copy of ``count[i]`` values of row ``rows[i]``, from value ``first[i]`` on."""
+        starts = self.offsets[:-1][rows] + first
+        if (starts + count > self.offsets[1:][rows]).any() or (first < 0).any():
+            raise ValueError("expected spans inside their rows, got one that ends behind its row")
+        return self._copy(starts, count)
+
+    def _copy(self, starts: np.ndarray, lengths: np.ndarray) -> Ragged:
+        """Return a copy of ``lengths[i]`` values from value ``starts[i]`` on, as row i."""
+        offsets = np.zeros(len(starts) + 1, np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        starts = self.offsets[:-1][rows]
         # long rows, such as files: an index would be eight times their bytes
-        if offsets[-1] > SLICE_FROM * len(rows):
+        if offsets[-1] > SLICE_FROM * len(starts):
             values = np.empty(int(offsets[-1]), self.values.dtype)
             for a, b, at in zip(
                 offsets.tolist(), offsets[1:].tolist(), starts.tolist(), strict=False
@@ -410,6 +422,10 @@ class Buffer:
     max_age: int = 8  # a candidate of this age is taken first
     scores: np.ndarray | None = None  # from the job's schedule: the lowest are taken first
     overflow: str = "grow"  # "defer": samples that do not fit are left for a later step
+    # packing="concat": a row is a piece of a sample, and the pieces of chunk 0 come first
+    chunk: np.ndarray | None = None  # int64, rising
+    offset: np.ndarray | None = None  # int64: tokens of the sample before the piece
+    remaining: np.ndarray | None = None  # int64: tokens of the sample after the piece
     # when ranks wait for each other: after every "microbatch", or once a "step"
     sync: str = "microbatch"
     model: Any = None  # the job's ``Model``, by which strategies balance
@@ -481,7 +497,7 @@ class Buffer:
         picked = {n: getattr(self, n)[rows] for n in ("source", "epoch", "file", "row", "part")}
         meta = Columns({n: take_rows(c, rows) for n, c in self.meta.items()}, self.step)
         optional: dict[str, Any] = {
-            n: c[rows] for n in ("substep", "age", "scores") if (c := getattr(self, n)) is not None
+            n: c[rows] for n in OPTIONAL if (c := getattr(self, n)) is not None
         }
         return replace(self, **picked, **optional, meta=meta)
 
@@ -507,7 +523,9 @@ class Buffer:
                 step,
                 "pass batch=ov.Batch(samples=..., context=...)",
             )
-        given = {name: _columns(cols, name, step) for name, cols in columns.items()}
+        from overlord.given_columns import columns_of  # it imports this module
+
+        given = {name: columns_of(cols, name, step) for name, cols in columns.items()}
         sizes = [len(next(iter(cols.values()))) if cols else 0 for cols in given.values()]
         for (name, cols), size in zip(given.items(), sizes, strict=True):
             if any(len(c) != size for c in cols.values()):
@@ -550,57 +568,5 @@ class Buffer:
         )
 
 
-def _columns(columns: Any, source: str, step: int) -> dict[str, Column]:
-    """Return the columns of one source as arrays; raise ``PlanError`` if one is not valid."""
-    if not isinstance(columns, Mapping):
-        found = (
-            f"source {source!r}: expected a mapping of metadata name to column, got "
-            f"{type(columns).__name__}"
-        )
-        raise PlanError(found, step, 'pass columns as in {"web": {"tokens": [5, 9]}}')
-    made = {}
-    for key, value in columns.items():
-        column = _column(value)
-        lengths = key == "tokens"
-        if column is None or (lengths and not _are_lengths(column)):
-            wanted = (
-                "a whole number of at least 0 for each sample"
-                if lengths
-                else "a number for each sample, or a list of numbers"
-            )
-            raise PlanError(
-                f"metadata {key!r} of source {source!r}: expected {wanted}, got {value!r:.80}", step
-            )
-        made[key] = column
-    return made
-
-
-def _column(value: Any) -> Column | None:
-    """Return a column of one number or a list of numbers per sample; None if it is neither."""
-    if isinstance(value, Ragged):
-        return value
-    try:
-        if (
-            isinstance(value, (list, tuple))
-            and value
-            and isinstance(value[0], (list, tuple, np.ndarray))
-        ):
-            column = Ragged.from_rows(value)
-            return (
-                column if column.values.ndim == 1 and column.values.dtype.kind in "biuf" else None
-            )
-        found = np.asarray(value) if len(value) else np.zeros(0, np.int64)
-    except (TypeError, ValueError):  # not a sequence, or numbers and lists mixed
-        return None
-    return found if found.ndim == 1 and found.dtype.kind in "biuf" else None
-
-
-def _are_lengths(column: Column) -> bool:
-    return (
-        isinstance(column, np.ndarray)
-        and column.dtype.kind in "iu"
-        and (not len(column) or int(column.min()) >= 0)
-    )
-
-
 IDS = ("source", "epoch", "file", "row", "part")
+OPTIONAL = ("substep", "age", "scores", "chunk", "offset", "remaining")  # columns of a Buffer

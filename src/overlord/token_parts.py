@@ -87,8 +87,10 @@ def slice_parts(
     begin, size, total = documents
     if not by_row and split != "zigzag":  # the microbatch is divided as a whole
         begin, size, start = np.zeros_like(begin), total, begin + start
-    cut = token_parts(start, count, size, cp, folded=split != "contiguous")
-    return cut._replace(inside=begin[cut.range] // cp + cut.inside)
+    number, holder, first, length, inside = token_parts(
+        start, count, size, cp, folded=split != "contiguous"
+    )
+    return TokenParts(number, holder, first, length, begin[number] // cp + inside)
 
 
 def _bound(chunk: np.ndarray, length: np.ndarray, chunks: np.ndarray) -> np.ndarray:

@@ -195,12 +195,12 @@ class Checked(JobJournal):
     def write_event(self, event: Any) -> None:
         super().write_event(event)
         if isinstance(event, (SetMixture, Skip)):
-            self.log.add(event, 0)
+            self.log.add(event, lambda: 0)
             self.check()
 
     def write_added_source(self, event: AddSource, blueprint: PreparedJob) -> None:
         super().write_added_source(event, blueprint)
-        self.log.add(event, 0)
+        self.log.add(event, lambda: 0)
         self.names = tuple(blueprint.job.names)
         self.check()
 

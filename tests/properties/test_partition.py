@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.scaling.loader_placement import SourceLoad, place_loaders
+from overlord.scaling.loader_placement import place_loaders
 from overlord.scaling.partition import (
     HOST_BYTES,
     Partition,
@@ -23,6 +23,7 @@ from overlord.scaling.partition import (
     clusters_of,
     partition,
 )
+from overlord.scaling.profile import SourceLoad
 from tests.laws import examples
 
 MB = 2**20

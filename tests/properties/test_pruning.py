@@ -54,7 +54,7 @@ class Writing:
     @property
     def blueprint(self) -> Any:
         return SimpleNamespace(
-            job=SimpleNamespace(names=tuple(self.names), place="tree", sync="step"),
+            job=SimpleNamespace(names=tuple(self.names), place="tree", sync="step", model=None),
             fingerprint={"draw": "exact-1"},
         )
 

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.scaling.core_demand import Demand, cores_used, needs_of
-from overlord.scaling.decisions import Scale
-from overlord.scaling.loader_placement import (
-    assign_shards,
+from overlord.scaling.core_demand import (
+    Demand,
     cores_of_threads,
+    cores_used,
     measured_part,
+    needs_of,
     usable_cores,
-    with_shards,
-    workers_to_keep,
 )
+from overlord.scaling.decisions import Scale
+from overlord.scaling.loader_placement import assign_shards, with_shards, workers_to_keep
 from overlord.scaling.scaler import Observation, Scaler, ScalingLimits, SourceSample
 from tests.laws import examples
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.cluster.coordinator_config import PlannerJob
+from overlord.cluster.job_sources import PlannerJob
 from overlord.cluster.launcher import Launcher
 from overlord.cluster.rebalance import FIRST_SCALED
 from overlord.cluster.worker_factory import WorkerFactory

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import rays
+from tests.sizes import ALL
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -27,6 +28,15 @@ SAYS = {
         "200 steps: loss 5.6",
         " to 0.0",
         "quarantined: message 0: expected a role of system, developer, user",
+    ],
+    "26_stages.py": [
+        "step  0 pretraining   2102 tokens,   0% books, longest piece 256",
+        "step 15 long          8430 tokens, 100% books, longest piece 1024",
+        "resumed in stage 'annealing' at step 10: True",
+    ],
+    "20_packing.py": [
+        "176 pieces continue a document of an earlier chunk",
+        "compiled 1 time(s) for 160 microbatches",
     ],
     "03_resume.py": [
         "step 3 on 3 ranks: 24 samples, the same",
@@ -79,6 +89,11 @@ SAYS = {
         "40 steps: loss 4.3",
         " to 0.",
     ],
+    "25_budgets.py": [
+        "code: 250 documents",
+        "licensed: 159 documents, 4,982 tokens; ended after step 49",
+        "licensed, with a raised budget: 7,992 of 8,000 tokens",
+    ],
     "24_evaluation.py": [
         "step 59: 1736 tokens, loss 0.00",
         "dp=16: 1736 tokens, loss 0.00",
@@ -100,7 +115,9 @@ NEEDS = {
     "14_vlm_torchrun.py": "torch",
     "16_hdp.py": "torch",
     "17_tempbalance.py": "torch",
+    "20_packing.py": "torch",
     "22_sft.py": "torch",
+    "24_evaluation.py": "torch",
 }
 LONGER = (
     "08_",
@@ -109,12 +126,14 @@ LONGER = (
     "14_",
     "15_",
     "16_",
+    "24_",
     "17_",
+    "20_",
     "22_",
 )  # whole training loops, or several modules
 
 
-def run(path: Path, tmp_path: Path) -> str:
+def run(path: Path, tmp_path: Path, launcher: tuple[str, ...] = ()) -> str:
     """The example's output; its temporary files and its cache are bound to a folder of the test."""
     if (module := NEEDS.get(path.name)) is not None and find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
@@ -126,7 +145,8 @@ def run(path: Path, tmp_path: Path) -> str:
         "OVERLORD_CACHE": str(tmp_path / "cache"),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-W", "error::ResourceWarning", str(path)]
+    warnings = () if launcher else ("-W", "error::ResourceWarning")
+    command = [sys.executable, *warnings, *launcher, str(path)]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -137,8 +157,17 @@ def run(path: Path, tmp_path: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert launcher or done.stderr == ""
     return done.stdout
+
+
+@pytest.mark.skipif(not ALL, reason="8 processes: OVERLORD_TEST_ALL=1")
+def test_the_hybrid_example_runs_under_torchrun_on_8_ranks(tmp_path: Path) -> None:
+    eight = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
+    path = next(path for path in EXAMPLES if path.name == "16_hdp.py")
+    output = run(path, tmp_path, eight)
+    assert all(f"rank {rank}: " in output for rank in range(8))
+    assert "40 steps: loss 4.3" in output
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

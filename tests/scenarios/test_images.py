@@ -175,6 +175,7 @@ def exchanged(steps: tuple[ov.Step, ...], slot: int) -> list[np.ndarray]:
             for item, n in zip(e["item_ids"].tolist(), e["send_lens"].tolist(), strict=True)
             for k in range(n)
         ]
+        rows = [rows[k] for k in e["send_rows"].tolist()]
         cuts = np.cumsum(e["send_splits"])
         assert cuts[-1] == len(rows)
         sent.append(np.split(np.array(rows, int).reshape(-1, 2), cuts[:-1]))

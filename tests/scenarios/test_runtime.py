@@ -34,6 +34,7 @@ class Held:
     arrays: dict[str, np.ndarray]
     samples: list[Any]
     served_by: int
+    begins: list[int] = field(default_factory=list)
 
     @property
     def whole(self) -> bool:
@@ -59,7 +60,7 @@ class Held:
             for key, array in sorted(self.arrays.items())
             for part in (key, str(array.shape), array)
         ]
-        return digest(*parts, str(self.samples), str(self.served_by))
+        return digest(*parts, str(self.samples), str(self.served_by), str(self.begins))
 
 
 @dataclass
@@ -75,7 +76,12 @@ class Outcome:
 
     def put(self, rank: int, step: ov.Step) -> None:
         held = [
-            Held({key: np.array(array) for key, array in mb.items()}, mb.samples, step.served_by)
+            Held(
+                {key: np.array(array) for key, array in mb.items()},
+                mb.samples,
+                step.served_by,
+                mb.begins.tolist(),
+            )
             for mb in step
         ]
         self.microbatches.setdefault(rank, {})[step.step] = held

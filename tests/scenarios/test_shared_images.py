@@ -14,6 +14,7 @@ import overlord as ov
 from overlord.planning.strategies import hdp
 from tests.images import PLACEHOLDER, job
 from tests.processes import WORKER_RUNTIME, launch, play, run, until
+from tests.reference_images import Place, places_on_ring, places_on_slice
 from tests.scenarios.test_failover import killing, recovered
 from tests.scenarios.test_images import (
     APART,
@@ -54,6 +55,16 @@ STORIES: dict[str, dict[str, Any]] = {
 BROKEN = (1, 5, 9, 14, 22, 30)
 
 
+def places_of(found: ov.Job, plan: ov.LoadingPlan, rank: int) -> list[list[Place]]:
+    """Return the sample and token at every place of the rank's microbatches."""
+    mesh, batch, lengths = found.place, found.batch, plan.tokens.tolist()
+    bucket = int(mesh.bucket_of(plan.main.axis)[rank])
+    if plan.tasks is not None:
+        return places_on_ring(plan, lengths, bucket)
+    cp_rank, multiple = mesh.coords(rank)["cp"], batch.document_multiple(mesh)
+    return places_on_slice(plan, lengths, bucket, batch, mesh.cp, cp_rank, multiple)
+
+
 def made(folder: Path, name: str, **fields: Any) -> ov.Job:
     return job(folder, broken=BROKEN, **(STORIES[name] | fields))
 
@@ -72,7 +83,10 @@ def test_shared_images_are_the_same_on_every_runtime(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", STORIES)
 def test_rows_of_the_files_come_to_the_placeholders_of_each_rank(name: str, tmp_path: Path) -> None:
-    """A placeholder and its row are matched by the sample, its token and the image's file."""
+    """A placeholder and its row are matched by the sample, its token and the image's file.
+
+    Where the tokens of a rank belong is found by ``reference_images``, from whole documents.
+    """
     found = job(tmp_path, **STORIES[name])
     files, cut, placed, wanted = Files(found), 0, 0, 0
     with launch(found, "local") as session:
@@ -80,16 +94,20 @@ def test_rows_of_the_files_come_to_the_placeholders_of_each_rank(name: str, tmp_
         for steps in zip(*clients, strict=True):
             plan = session.plan(steps[0].step)
             encoder = plan.module("encoder")
+            assert encoder.offset is not None
+            places = [places_of(found, plan, rank) for rank in range(len(steps))]
             for slot in range(len(steps[0].encoder)):
                 owners: dict[int, set[int]] = {}
                 for rank, (step, got) in enumerate(zip(steps, exchanged(steps, slot), strict=True)):
                     e = step.encoder[slot]
                     rows = got[e["recv_rows"]]
                     of = np.repeat(e["image_microbatch"], e["out_lens"])
-                    for m, at, (item, _) in zip(
+                    for m, at, (item, k) in zip(
                         of.tolist(), e["image_token_index"].tolist(), rows.tolist(), strict=True
                     ):
                         assert step[m]["tokens"].reshape(-1)[at] == PLACEHOLDER
+                        place = int(encoder.sample[item]), int(encoder.offset[item]) + k
+                        assert places[rank][m][at] == place
                         owners.setdefault(item, set()).add(rank)
                     placed += len(rows)
                     for i, item in enumerate(e["item_ids"].tolist()):

@@ -262,7 +262,9 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     graph = DGraph.from_buffer(drawn(web={"tokens": [8]}), TREE).mix()
     with pytest.raises(PlanError, match="expected metadata of tokens, got 'pixels'"):
         graph.select("pixels")
-    with pytest.raises(PlanError, match="unknown source 'book'; known: web"):
+    with pytest.raises(
+        PlanError, match="expected a source of the buffer, got 'book'; select one of web"
+    ):
         graph.select(sources=["book"])
     with pytest.raises(PlanError, match="expected an axis of DP, CP, WORLD"):
         graph.distribute("EP")

@@ -452,7 +452,7 @@ def test_a_schedule_whose_state_is_no_json_ends_the_job_with_a_word_about_it() -
 
     with (
         launch(job(Odd([]))) as session,
-        pytest.raises(PlanError, match=r"state_dict\(\) is not plain JSON"),
+        pytest.raises(PlanError, match=r"expected plain JSON from state_dict\(\)"),
     ):
         next(session.client(0))
 

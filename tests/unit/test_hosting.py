@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
-from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, place_loaders
+from overlord.scaling.loader_placement import LoaderPlacement, place_loaders
 from overlord.scaling.partition import HOST_BYTES, PartitionLimits, Resources, partition
+from overlord.scaling.profile import SourceLoad
 from overlord.setup.partition import load_of, loads_of
 from overlord.setup.prepared_job import Options, PreparedJob
 from tests.corpus import write_rows

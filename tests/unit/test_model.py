@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord import cost
 from overlord.observe.balancing_model import shown_model
-from overlord.planning.cost.of_model import DENSE_12B, RING_12B
+from overlord.planning.cost.models import DENSE_12B
+from overlord.planning.cost.on_rings import RING_12B
 from overlord.planning.strategies import STRATEGIES
 
 LLAMA_8B: dict[str, Any] = {

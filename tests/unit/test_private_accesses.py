@@ -17,6 +17,7 @@ ACCESSORS = ROOT / "tests/internals.py"
 # Names of Python, torch, Ray and Accelerate, and the methods of every named tuple.
 OTHERS = {
     "_create_node_with_resources_and_labels",
+    "_dynamo",
     "_exit",
     "_global_node",
     "_is_gil_enabled",

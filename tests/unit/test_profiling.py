@@ -21,7 +21,7 @@ from overlord.journal.timeouts import Timeouts
 from overlord.loader.reader import ReaderStats
 from overlord.scaling.profile import JobProfile, SourceProfile
 from overlord.setup import partition, profile_store
-from overlord.setup.measure import Bounds, fingerprint_of, measure
+from overlord.setup.measure import Bounds, measure
 from overlord.setup.partition import loader_placement_of, loads_of, partition_of, profiled
 from overlord.setup.prepared_job import Options, PreparedJob
 from overlord.setup.timeouts import Timeouts as SetupTimeouts
@@ -192,8 +192,8 @@ def test_a_fingerprint_is_of_files_transforms_and_slices(corpus: Path) -> None:
         source(corpus, "c", text(corpus)),
     )
     with blueprint(job(same, again, tokenized)) as one, blueprint(job(same, slice_rows=9)) as other:
-        marks = [fingerprint_of(one.reader_spec(i)) for i in range(3)] + [
-            fingerprint_of(other.reader_spec(0))
+        marks = [one.reader_spec(i).cost_fingerprint for i in range(3)] + [
+            other.reader_spec(0).cost_fingerprint
         ]
     assert marks[0] == marks[1]
     assert len(set(marks)) == 3
@@ -436,7 +436,7 @@ def test_time_that_was_waited_and_rows_that_nobody_drew_are_no_cost_of_a_source(
     with blueprint(job(source(corpus)), cache_dir=corpus / "c") as ready:
         row = {"source": "web", "loader": 0, "samples": stats.samples, "tokens": 500}
         row |= {"of_samples_s": stats.sample_seconds, "core_s": stats.work[0]}
-        found = profile_store.Refresher(ready, lambda: {"loaders": [row]}).refresh()
+        found = profile_store.Refresher(lambda: ready, lambda: {"loaders": [row]}).refresh()
         ready.profile = found
         assert loads_of(ready)[0].cost == pytest.approx(0.3 / 100), (
             "a tenth of what was read, and what was transformed, of a core"
@@ -462,11 +462,48 @@ def test_a_source_that_is_seldom_drawn_from_counts_when_enough_of_it_has_come_to
             "of_samples_s": (0.0, 1.0),
             "core_s": 1.0,
         }
-        refresher = profile_store.Refresher(ready, lambda: {"loaders": [row | counted]})
+        refresher = profile_store.Refresher(lambda: ready, lambda: {"loaders": [row | counted]})
         for samples, known in ((40.0, 0), (60.0, 0), (100.0, 100), (130.0, 100), (170.0, 170)):
             counted["samples"] = samples
             found = refresher.refresh().sources.get("web")
             assert (0 if found is None else found.samples) == known
+
+
+def test_the_profile_of_a_job_follows_its_added_sources(corpus: Path) -> None:
+    counted = {"loader": 0, "samples": 100.0, "tokens": 4.0}
+    counted |= {"of_samples_s": (0.0, 1.0), "core_s": 1.0}
+    with blueprint(job(source(corpus)), cache_dir=corpus / "c") as ready:
+        current, read = [ready], [counted | {"source": "web"}]
+        refresher = profile_store.Refresher(lambda: current[0], lambda: {"loaders": read})
+        assert set(refresher.refresh().sources) == {"web"}
+        late = SourceProfile(
+            name="late", fingerprint="f", samples=1, read_s=1.0, transform_s=0.0, tokens=4.0
+        )
+        more = ready.with_source(source(corpus, "late"))
+        more.profile = JobProfile.of([late])
+        current[0] = more
+        assert set(refresher.refresh().sources) == {"web", "late"}, "as measured when it was added"
+        read.append(counted | {"source": "late"})
+        found = refresher.refresh().sources["late"]
+        assert (found.samples, found.fingerprint) == (100, more.reader_spec(1).cost_fingerprint)
+        saved = profile_store.load(profile_store.path_of(more.given, corpus / "c"))
+        assert set(saved.sources) == {"web", "late"}
+
+
+def test_an_added_source_of_cheap_rows_has_one_loader_and_is_not_measured(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(partition, "known", lambda prepared: asked.append("known") or JobProfile())
+    monkeypatch.setattr(
+        partition, "quick", lambda *given, **more: asked.append("quick") or given[2]
+    )
+    with blueprint(job(source(corpus)), cache_dir=corpus / "c", hosts=8) as ready:
+        cheap = partition.with_new_loaders(ready.with_source(source(corpus, "ids")), "process")
+        assert (cheap.options.loaders, asked) == ({"ids": 1}, [])
+        heavy = source(corpus, "text", text(corpus))
+        partition.with_new_loaders(ready.with_source(heavy), "process")
+        assert "known" in asked
 
 
 @pytest.mark.parametrize("workers", ["threads", "processes"])

@@ -19,12 +19,28 @@ import pytest
 SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
-VALUES = ("checks", "errors", "hashing", "late_binding", "mesh", "ring", "sample", "token_parts")
+VALUES = (
+    "batch_by_step",
+    "batch_ramp",
+    "batch_rules",
+    "checks",
+    "errors",
+    "given_columns",
+    "hashing",
+    "late_binding",
+    "mesh",
+    "mesh_text",
+    "ring",
+    "sample",
+    "token_parts",
+)
 CORES = (
     "loader.loader",
+    "loader.partial_epoch",
     "loader.samples",
     "constructor.assembler",
     "constructor.compact",
+    "constructor.batch_arrays",
     "constructor.pack",
     "constructor.pieces",
     "constructor.exclusions",

@@ -157,4 +157,4 @@ def test_a_training_and_an_evaluation_session_share_threads_and_both_make_progre
         assert steps == [(k + 1, k) for k in range(9)]
         assert next(trained).step == 10, "the end of one session leaves the other"
         assert len(list(trained)) == 49
-    assert names("overlord-") == []
+    assert names("overlord-worker-") + names("overlord-loop-") == []

@@ -13,6 +13,7 @@ from overlord.cli.common import (
     import_option,
     job_argument,
     make_console,
+    note,
     read_job,
     run_guarded,
 )
@@ -138,7 +139,7 @@ def simulate(
     measured with small stand-in jobs on this machine.
     """
     if gpus and nodes:
-        raise click.UsageError("give either --gpus or --nodes")
+        raise click.UsageError("expected --gpus or --nodes, got both; leave one out")
     if not 0 < pace_s < 1e6:
         raise click.UsageError(
             f"--step-seconds: expected a number above 0 and below 1e6, got {pace_s:g}"
@@ -148,8 +149,11 @@ def simulate(
     def act() -> None:
         from overlord.cli.simulate_report import constants_view, memory_view, time_view, waits_of
         from overlord.dryrun.estimate import DryRunRequest, estimate_sizes
+        from overlord.observe.stage_text import stage_lines
 
         job = read_job(job_yaml, modules)
+        if job.stages:
+            note(f"estimated is {stage_lines(job)[job.batches.largest_number]}")
         request = DryRunRequest(
             gpus=sizes,
             tp=tp,

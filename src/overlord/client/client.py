@@ -110,9 +110,8 @@ class LocalStepQueue:
 class Piece(NamedTuple):
     """The position of one sample in a microbatch.
 
-    The sample is ``tokens[offset:offset + length]`` (packed), or the first ``length`` tokens of row
-    ``offset`` (padded). Both refer to the whole microbatch, before a split for context parallelism.
-    An offset of -1: this rank has no arrays.
+    It is ``tokens[offset:offset + length]`` (packed), or the first ``length`` tokens of row
+    ``offset`` (padded), before a split for context parallelism; -1: this rank has no arrays.
     """
 
     sample: SampleId
@@ -188,15 +187,20 @@ class Microbatch(Mapping[str, np.ndarray]):
     @property
     def samples(self) -> list[Piece]:
         """The samples in order, created on each access: packing creates no object per sample."""
-        lengths = self._info.tokens[self._rows].tolist()
+        info, rows = self._info, self._rows
+        lengths = info.tokens[rows].tolist()
+        starts: Sequence[int] = [-1] * len(rows)
         if "attention_mask" in self._arrays:  # only in the padded layout
-            starts: Sequence[int] = range(len(self._rows))
+            starts = range(len(rows))
         elif "cu_seqlens_padded" in self._arrays:
-            starts = self._arrays["cu_seqlens_padded"][:-1].tolist()
-        else:
-            starts = [-1] * len(lengths)
-        ids = [self._info.sample_id(i) for i in self._rows.tolist()]
-        return [Piece(i, o, n) for i, o, n in zip(ids, starts, lengths, strict=False)]
+            starts = self._arrays["cu_seqlens_padded"].tolist()
+        ids = [info.sample_id(i) for i in rows.tolist()]
+        return [Piece(*piece) for piece in zip(ids, starts, lengths, strict=False)]
+
+    @property
+    def begins(self) -> np.ndarray:
+        """The tokens of each sample before its piece here: int64, 0 for whole samples."""
+        return self._info.offset[self._rows]
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in self._arrays.items())
@@ -223,6 +227,16 @@ class Step:
     @property
     def plan_digest(self) -> str:
         return self._info.digest
+
+    @property
+    def stage(self) -> str | int | None:
+        """The name of the step's stage, or its number; None if the job has no stages."""
+        return self._info.stage
+
+    @property
+    def expected_microbatches(self) -> int | None:
+        """``Batch.microbatches`` of the step's stage; None if the job has no stages."""
+        return self._info.microbatches
 
     @property
     def global_valid_tokens(self) -> int | float:
@@ -510,7 +524,7 @@ class Client:
         before = self.mark()
         for step in self:
             try:
-                check_count(step, self.microbatches_per_step)
+                check_count(step, step.expected_microbatches or self.microbatches_per_step)
             except PlanError:
                 self._put_back(step, before)
                 raise

@@ -10,7 +10,7 @@ from overlord.errors import PlanError
 def check_count(step: Any, expected: int | None) -> None:
     """Raise ``PlanError`` if a step does not have ``expected`` microbatches; None: do not check.
 
-    Trainers that count microbatches need it.
+    Trainers with a fixed number of accumulation steps need this check.
     """
     if expected is None or len(step) == expected:
         return

@@ -22,8 +22,8 @@ import numpy as np
 
 from overlord.buffer_pool import BufferPool
 from overlord.client.control_client import CONTROL_SERVER, reason_of
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
-from overlord.constructor.pack import BatchArrays
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
 from overlord.messages.control import EncodedState
 from overlord.messages.data import EndOfStream, StepAck, StepInfo, StepMessage
@@ -44,6 +44,8 @@ SIBLINGS_AFTER_S = 0.5  # wait for a step before other queues of this process ar
 CHECK_AFTER_S = 5.0
 # Steps of which a trainer may keep views, in addition to ``prefetch``; further steps are copied.
 SPARE_SLOTS = 8
+# the fault of a queue whose constructor is not known yet
+NO_ADDRESS = DataStall("the session to send its address", 0.0)
 
 
 class RemoteStepQueue:
@@ -114,7 +116,7 @@ class RemoteStepQueue:
         if address:
             self._connect(DIAL_S)
         else:
-            self._lost_at, self._fault = now(), DataStall("the session to send its address", 0.0)
+            self._lost_at, self._fault = now(), NO_ADDRESS
 
     # Methods of the client.
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from overlord.batch_by_step import BatchByStep
 from overlord.cluster.worker import Worker, WorkerConfig
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.images import PixelForm
@@ -17,7 +18,6 @@ from overlord.constructor.payload_gather import PayloadGatherer, check_payload
 from overlord.constructor.service import ConstructorService
 from overlord.errors import OverlordError
 from overlord.job.hooks import Hook
-from overlord.mesh import Batch
 from overlord.messages.control import (
     Attach,
     ConstructorPlan,
@@ -43,7 +43,7 @@ class ConstructorWorker(Worker):
         number: int,
         settings: WorkerConfig,
         buckets: Mapping[int, Sequence[int]],
-        batch: Batch,
+        batch: BatchByStep,
         multiple: int,
         hooks: Sequence[Hook],
         images: PixelForm | None = None,
@@ -116,6 +116,7 @@ class ConstructorWorker(Worker):
                 f"{self.name}: expected the number and incarnation of a loader worker, got "
                 f"{worker!r:.60} and {incarnation!r:.60}; run the same version in all processes"
             )
+        is_known = worker in self._incarnations
         if incarnation < (last := self._incarnations.get(worker, 0)):
             raise OverlordError(
                 f"{self.name}: expected incarnation {last} or later of loader-worker/{worker}, got "
@@ -126,7 +127,8 @@ class ConstructorWorker(Worker):
         if former is not None:
             del self._loaders[former]
             former.close(f"loader-worker/{worker} reconnected, and this connection was replaced")
-        self._event_loop.post(lambda: self._gathering.found(worker))
+        if is_known:  # it may have been lost meanwhile
+            self._event_loop.post(lambda: self._gathering.found(worker))
         return {}
 
     def _message(self, link: Connection, value: Any) -> None:

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from overlord.cluster.coordinator import Coordinator
-from overlord.cluster.coordinator_config import CoordinatorConfig, PlannerJob
-from overlord.cluster.takeover import RemoteWorkerFactory, Takeover, first_coordinator
+from overlord.cluster.coordinator_config import CoordinatorConfig
+from overlord.cluster.job_sources import PlannerJob
+from overlord.cluster.takeover import Takeover, first_coordinator
 from overlord.cluster.worker import EventQueue
-from overlord.cluster.worker_factory import MULTI_WORKER_READ_AHEAD
+from overlord.cluster.worker_factory import MULTI_WORKER_READ_AHEAD, RemoteWorkerFactory
 from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, JournalError, OverlordError
 from overlord.journal.job_journal import JobJournal
@@ -72,6 +73,7 @@ class Counted:
     lost_tokens: np.ndarray
     mixed: tuple[Mixed, ...]
     weights: tuple[float, ...]
+    active: tuple[bool, ...]
     feedback: Mapping[str, int]
 
     @property
@@ -511,6 +513,7 @@ class CoordinatorActor:
             next_step=p.next_step,
             mixed=tuple(totals.mixed),
             weights=tuple(map(float, p.weights)),
+            active=p.active,
             feedback=p.feedback,
             **totals.counts(),
         )

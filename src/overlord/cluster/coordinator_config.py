@@ -5,104 +5,18 @@ The process receives user code (strategy, hooks, mixture) only with this configu
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from overlord.cluster.job_sources import PlannerJob
 from overlord.cluster.plan_router import ReportBarrier
 from overlord.concurrency.platform import Platform
-from overlord.constructor.images import PixelForm
-from overlord.job.job import Job
 from overlord.messages.control import Report, StreamState
-from overlord.planning.spec import SourceSpec
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.process.forkserver import sendable
-from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad
-from overlord.setup.partition import loads_of
+from overlord.scaling.loader_placement import LoaderPlacement
 from overlord.setup.prepared_job import PreparedJob
-
-
-class PlannerJob(PreparedJob):
-    """A prepared job for planning without reading.
-
-    It has no files, indexes or transforms, which may be large or impossible to send.
-    """
-
-    def __init__(self, of: PreparedJob):
-        self.__dict__.update(of.__dict__)
-        sources = range(len(of.job.sources))
-        self.specs: tuple[SourceSpec, ...] = tuple(of.source_spec(i) for i in sources)
-        self.form: PixelForm | None = of.images
-        self.loads: tuple[SourceLoad, ...] = tuple(loads_of(of))
-        self.options = replace(of.options, progress=None, on_stall=None)
-        self.job, self.given = _light(of.job), _light(of.given)
-        self.indexes, self.pipelines, self.orders, self._workers = [], [], [], []
-        del self.handles
-
-    @property
-    def images(self) -> PixelForm | None:
-        return self.form
-
-    def source_spec(self, i: int) -> SourceSpec:
-        return replace(self.specs[i], loaders=self.loaders_of(i))
-
-    def joined_by(self, source: SourceSpec, fingerprint: dict[str, str]) -> PlannerJob:
-        """Return a copy of this job with one more source, of which it has only the spec."""
-        more = copy.copy(self)
-        more.specs, more.added, more.fingerprint = (
-            (*self.specs, source),
-            (*self.added, source.name),
-            fingerprint,
-        )
-        stand_in = _with(
-            self.job.sources[0],
-            name=source.name,
-            weight=source.weight,
-            epochs=source.epochs,
-            max_bad=source.max_bad,
-        )
-        more.job = _with(self.job, sources=(*self.job.sources, stand_in))
-        more.given = _with(self.given, sources=more.job.sources)
-        more.options = replace(
-            self.options, loaders={**(self.options.loaders or {}), source.name: source.loaders}
-        )
-        return more
-
-    def first(self, n: int, fingerprint: Mapping[str, str]) -> PlannerJob:
-        """Return this job with only its first ``n`` sources, which are those of the journal.
-
-        A later source was being added when the last coordinator was lost.
-        """
-        if n == len(self.specs):
-            return self
-        less = copy.copy(self)
-        less.fingerprint = dict(fingerprint)
-        less.specs, less.added = (
-            self.specs[:n],
-            tuple(name for name in self.added if name in {s.name for s in self.specs[:n]}),
-        )
-        less.loads = self.loads[:n]
-        less.job, less.given = (
-            _with(job, sources=job.sources[:n]) for job in (self.job, self.given)
-        )
-        return less
-
-    def close(self) -> None:
-        """Do nothing: no file is open."""
-
-
-def _light(job: Job) -> Job:
-    return _with(
-        job, sources=tuple(_with(s, uri="", transforms=(), deferred=()) for s in job.sources)
-    )
-
-
-def _with(record: Any, **fields: Any) -> Any:
-    """Return a copy of a frozen record with some fields replaced, without validation."""
-    other = copy.copy(record)
-    for name, value in fields.items():
-        object.__setattr__(other, name, value)
-    return other
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,5 +88,5 @@ class CoordinatorConfig:
         light = PlannerJob(prepared)
         sendable(light.job.hooks, "hooks")
         sendable(light.strategy, "strategy")
-        sendable(light.job.mixture, "mixture")
+        sendable(job_schedule(light.job), "mixture")
         return CoordinatorConfig(prepared=light, **fields)

@@ -11,7 +11,7 @@ from overlord.cluster.placement import AttachedRanks, Placement, StandbyManager,
 from overlord.cluster.plan_router import ImageContext, PlanRouter
 from overlord.cluster.recovery import RecoveryManager
 from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
-from overlord.job.hooks import CONSTRUCTOR, LOADER, of_kind
+from overlord.job.hooks import CONSTRUCTOR, LOADER
 from overlord.messages.control import (
     Attach,
     Cursor,
@@ -83,11 +83,11 @@ def router_of(prepared: PreparedJob, placement: Placement) -> PlanRouter:
     job, images = prepared.job, None
     if prepared.images is not None:
         groups = list(job.place.buckets("DP"))
-        images = ImageContext(job.batch, prepared.options.broadcast, groups)
+        images = ImageContext(job.batches, prepared.options.broadcast, groups)
     return PlanRouter(
         placement,
-        whole_plans=bool(of_kind(job.hooks, CONSTRUCTOR)),
-        loader_hooks=bool(of_kind(job.hooks, LOADER)),
+        whole_plans=bool(job.hooks_of(CONSTRUCTOR)),
+        loader_hooks=bool(job.hooks_of(LOADER)),
         images=images,
     )
 

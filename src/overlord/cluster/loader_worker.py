@@ -338,10 +338,13 @@ class LoaderWorker(Worker):
             takes, pieces = [number[rows] for rows in routed.take], [tokens]
             weights = ordered_weights(routed.plan, routed.doc, weights)
         for i, (c, take) in enumerate(zip(routed.to, takes, strict=True)):
-            tokens = self._into_pool(pieces if take is None else [Ragged.concat(pieces).take(take)])
+            spans = routed.spans[i] if routed.spans else None
+            tokens = self._into_pool(
+                pieces if take is None else [_taken(Ragged.concat(pieces), take, spans)]
+            )
             own = None
             if weights is not None:
-                own = self._into_pool([weights if take is None else weights.take(take)])
+                own = self._into_pool([weights if take is None else _taken(weights, take, spans)])
             items = None if (wanted := images[i]) is None else self._into_pool(wanted)
             n += self._send_payload(
                 c, StepPayload(routed.step, self._number, tokens, routed.generation, items, own)
@@ -459,3 +462,8 @@ class LoaderWorker(Worker):
 
 def _row(values: np.ndarray) -> Ragged:
     return Ragged(values, np.array([0, len(values)], np.int64))
+
+
+def _taken(rows: Ragged, take: np.ndarray, spans: np.ndarray | None) -> Ragged:
+    """Return the chosen rows, or a span of each: its first value and its number of values."""
+    return rows.take(take) if spans is None else rows.take_spans(take, *spans)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from overlord.messages.control import FollowLoader, LoaderStart
-from overlord.scaling.loader_placement import SourceLoad
+from overlord.scaling.profile import SourceLoad
 
 # ----------------------------------------------------------------------------
 # The worker that reads each loader, follows it as a standby, or is to read it next.

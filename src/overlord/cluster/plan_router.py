@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from overlord.batch_by_step import BatchByStep
 from overlord.cluster.placement import Placement
 from overlord.errors import NO_FUNCTION, PlanError
-from overlord.mesh import Batch
 from overlord.messages.control import (
     ConstructorPlan,
     Consumed,
@@ -22,7 +22,7 @@ from overlord.messages.control import (
     StreamState,
 )
 from overlord.plan.module_ranks import OUTSIDE, bucket_by_rank
-from overlord.plan.plan import Assignment, LoadingPlan
+from overlord.plan.plan import PIECE_COLUMNS, Assignment, LoadingPlan
 from overlord.planning.images import Encodings
 from overlord.planning.mixture import Event, EventLog
 
@@ -65,7 +65,7 @@ class PlanHistory:
 
     def applied(self, event: Event) -> None:
         """Keep an event for the next rollback."""
-        self._log.add(event, self.acked + 1)
+        self._log.add(event, lambda: self.acked + 1)
 
     def reported(self, report: Report) -> None:
         """Keep a report that arrived in time, for the next rollback."""
@@ -300,6 +300,7 @@ class PlanRouter:
             )
             all_of_it = (
                 stage.kept is None
+                and stage.plan.offset is None
                 and not self._hooks
                 and len(to) == 1
                 and len(next(iter(to.values()))) == int((worker == h).sum())
@@ -319,7 +320,11 @@ class PlanRouter:
             if self._hooks and to:
                 part = self._hooked(part, stage, worker, number, h, to)
             elif not all_of_it:
-                part = replace(part, take=tuple(number[stage.doc[rows]] for rows in to.values()))
+                part = replace(
+                    part,
+                    take=tuple(number[stage.doc[rows]] for rows in to.values()),
+                    spans=_spans(stage.plan, to.values()),
+                )
             loader_plans[h] = part
         for h, followed in self._followed(popped).items():
             part = loader_plans.get(h) or LoaderPlan(
@@ -364,7 +369,7 @@ class PlanRouter:
 class ImageContext(NamedTuple):
     """The properties of a job with images that routing needs."""
 
-    batch: Batch
+    batches: BatchByStep
     broadcast: bool  # whether the trainer broadcasts where the plan says so
     ranks: Sequence[Sequence[int]]  # ranks of every data-parallel group
 
@@ -375,7 +380,10 @@ class _StepImages:
     def __init__(
         self, stage: PlannedStep, worker: np.ndarray, number: np.ndarray, job: ImageContext
     ):
-        self._made, self._job = Encodings(stage.plan, job.batch, job.broadcast), job
+        self._made, self._job = (
+            Encodings(stage.plan, job.batches.at(stage.plan.step), job.broadcast),
+            job,
+        )
         self._doc = stage.doc[self._made.sample]
         self._worker, self._number = worker[self._doc], number[self._doc]
         # loader worker -> constructor worker -> document of the worker and number inside it
@@ -469,10 +477,18 @@ def _plan_rows(
     )
 
 
+def _spans(plan: LoadingPlan, sent: Iterable[np.ndarray]) -> tuple[np.ndarray, ...]:
+    """Return the first token and the number of tokens of the rows sent to each constructor."""
+    if (offset := plan.offset) is None:
+        return ()
+    return tuple(np.stack([offset[rows], plan.payload_tokens[rows]]) for rows in sent)
+
+
 def _columns(plan: LoadingPlan, rows: np.ndarray) -> tuple[dict[str, Any], np.ndarray | None]:
     columns = {
-        name: getattr(plan, name)[rows]
-        for name in ("source", "epoch", "file", "row", "part", "tokens")
+        name: column[rows]
+        for name in ("source", "epoch", "file", "row", "part", "tokens", *PIECE_COLUMNS)
+        if (column := getattr(plan, name)) is not None
     }
     return columns, None if plan.substep is None else plan.substep[rows]
 

@@ -20,7 +20,7 @@ from overlord.cluster.plan_router import PlanHistory
 from overlord.cluster.worker_pool import ProcessContext, WorkerHandle
 from overlord.concurrency.event_loop import CommandLoop
 from overlord.errors import DataStall, JobError, OverlordError
-from overlord.job.hooks import LOADER, of_kind
+from overlord.job.hooks import LOADER
 from overlord.messages.control import (
     DropLoader,
     FollowLoader,
@@ -191,7 +191,7 @@ class Rebalancer:
         self._commands.run(self._current.planner.handle(RestartSource(source)))
 
     def _refuse_hooks(self, name: str, where: str) -> None:
-        if of_kind(self._current.prepared.job.hooks, LOADER):
+        if self._current.prepared.job.hooks_of(LOADER):
             problem = (
                 f"expected one loader worker for {name!r}, since a loader hook receives all "
                 "samples that a step takes from it, got several; remove the hook, or use one worker"

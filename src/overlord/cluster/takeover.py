@@ -7,7 +7,7 @@ reads its state from the journal, adopts the living workers, and rolls back.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,26 +15,23 @@ from overlord.cluster.coordinator import GENERATIONS_PER_COORDINATOR, Coordinato
 from overlord.cluster.coordinator_config import CoordinatorConfig, Incarnation
 from overlord.cluster.plan_router import ReportBarrier
 from overlord.cluster.rebalance import FIRST_SCALED
-from overlord.cluster.worker_factory import NodePlacement
+from overlord.cluster.worker_factory import RemoteWorkerFactory
 from overlord.cluster.worker_pool import START_S, WorkerHandle
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.journal.replay import Recovered
-from overlord.messages.control import Attach, Consumed, Detach, DropLoader, LoaderStart, StreamState
+from overlord.messages.control import Attach, Consumed, Detach, DropLoader, StreamState
 from overlord.messages.launcher import (
-    RedirectWorker,
     ReportsRequested,
     RetireWorker,
-    StartConstructorWorker,
-    StartLoaderWorker,
     WaitingForWorkers,
     WorkerGivenUp,
 )
 from overlord.planning.schedule.base import learns
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
-from overlord.scaling.loader_placement import LoaderPlacement
 
 # seconds for constructor workers to return the last steps of their clients; later answers are
 # ignored, and only the journal counts
@@ -45,51 +42,6 @@ AWAITED_S = 1.0  # after this time the workers that did not answer are reported
 FIRST_CALLS = {"constructor-worker": "address", "loader-worker": "metrics"}
 
 Send = Callable[[Any], None]  # a message to the launching process
-
-
-class RemoteWorkerFactory:
-    """The ``WorkerStarter`` of a coordinator: it requests workers from the launching process.
-
-    The workers then connect to this process.
-    """
-
-    placement: NodePlacement | None = None  # the launching process places workers on nodes
-
-    def __init__(self, peers: RpcServer, send: Send, loader_placement: LoaderPlacement, token: str):
-        self.loader_placement, self.token = loader_placement, token
-        self._peers, self._send = peers, send
-
-    def constructor(self, c: int) -> ActorHandle:
-        handle, lease_id = self._peers.expect(f"constructor-worker/{c}")
-        self._send(StartConstructorWorker(lease_id, c))
-        return handle
-
-    def loader_worker(
-        self,
-        h: int,
-        sources: Collection[int],
-        openings: Sequence[LoaderStart],
-        constructors: Mapping[int, str],
-        instead_of: int | None = None,
-    ) -> ActorHandle:
-        handle, lease_id = self._peers.expect(f"loader-worker/{h}")
-        message = StartLoaderWorker(
-            lease_id, h, sorted(sources), list(openings), dict(constructors), instead_of
-        )
-        self._send(message)
-        return handle
-
-    def end(self, h: int, handle: ActorHandle) -> None:
-        self._send(RetireWorker(h))
-
-    def living(self, name: str) -> ActorHandle:
-        """Redirect a running worker to this coordinator and return its handle.
-
-        The worker was started for another coordinator, or in advance.
-        """
-        handle, lease_id = self._peers.expect(name)
-        self._send(RedirectWorker(lease_id, name))
-        return handle
 
 
 def last_acked(found: Recovered, taken: Sequence[int | None]) -> int:
@@ -105,7 +57,7 @@ def last_acked(found: Recovered, taken: Sequence[int | None]) -> int:
 def barrier_of(config: CoordinatorConfig, send: Send) -> ReportBarrier:
     """Return the report barrier of a coordinator in its own process."""
     return ReportBarrier(
-        learns(config.prepared.job.mixture),
+        learns(job_schedule(config.prepared.job)),
         lambda mark: send(ReportsRequested(mark)),
         config.incarnation * GENERATIONS_PER_COORDINATOR,
     )

@@ -18,8 +18,14 @@ from overlord.cluster.loader_worker import LoaderWorker
 from overlord.cluster.worker import Worker, WorkerConfig
 from overlord.concurrency.platform import Platform
 from overlord.constructor.assembler import BUILD_AHEAD
-from overlord.job.hooks import CONSTRUCTOR, LOADER, of_kind
+from overlord.job.hooks import CONSTRUCTOR, LOADER
 from overlord.messages.control import LoaderStart
+from overlord.messages.launcher import (
+    RedirectWorker,
+    RetireWorker,
+    StartConstructorWorker,
+    StartLoaderWorker,
+)
 from overlord.process.forkserver import sendable
 from overlord.ray.node_choice import (
     Layout,
@@ -37,6 +43,7 @@ from overlord.ray.node_choice import (
     without_job,
 )
 from overlord.rpc.actors import ActorHandle, ActorSystem
+from overlord.rpc.peers import RpcServer
 from overlord.scaling.loader_placement import LoaderPlacement
 from overlord.setup.options import CORES_PER_CONSTRUCTOR, Options, n_cores, ring_bytes
 from overlord.setup.partition import scales
@@ -320,7 +327,7 @@ def settings_of(
         build_ahead=options.build_ahead or BUILD_AHEAD,
         broadcast=options.broadcast,
         failover=options.failover,
-        narrow=not of_kind(prepared.job.hooks, CONSTRUCTOR),
+        narrow=not prepared.job.hooks_of(CONSTRUCTOR),
         machine=machine or Platform(),
     )
 
@@ -403,7 +410,7 @@ class WorkerFactory:
         job, ranks, hooks = (
             prepared.job,
             list(prepared.job.place.buckets("DP")),
-            of_kind(prepared.job.hooks, CONSTRUCTOR),
+            prepared.job.hooks_of(CONSTRUCTOR),
         )
         buckets = {b: tuple(ranks[b]) for b in np.flatnonzero(self._constructor_of == c).tolist()}
         return self._spawn(
@@ -413,7 +420,7 @@ class WorkerFactory:
             c,
             self._settings,
             buckets,
-            job.batch,
+            job.batches,
             job.document_multiple,
             hooks,
             prepared.images,
@@ -439,7 +446,7 @@ class WorkerFactory:
             reader_specs,
             openings,
             constructors,
-            of_kind(job.hooks, LOADER),
+            job.hooks_of(LOADER),
             job.seed,
         )
 
@@ -480,3 +487,54 @@ class WorkerFactory:
                 prepared.reader_spec(i), f"source {prepared.job.sources[i].name!r}"
             )
         return self._reader_specs[i]
+
+
+class RemoteWorkerFactory:
+    """The ``WorkerStarter`` of a coordinator: it requests workers from the launching process.
+
+    The workers then connect to this process.
+    """
+
+    placement: NodePlacement | None = None  # the launching process places workers on nodes
+
+    def __init__(
+        self,
+        peers: RpcServer,
+        send: Callable[[Any], None],
+        loader_placement: LoaderPlacement,
+        token: str,
+    ):
+        self.loader_placement, self.token = loader_placement, token
+        self._peers, self._send = peers, send
+
+    def constructor(self, c: int) -> ActorHandle:
+        handle, lease_id = self._peers.expect(f"constructor-worker/{c}")
+        self._send(StartConstructorWorker(lease_id, c))
+        return handle
+
+    def loader_worker(
+        self,
+        h: int,
+        sources: Collection[int],
+        openings: Sequence[LoaderStart],
+        constructors: Mapping[int, str],
+        instead_of: int | None = None,
+    ) -> ActorHandle:
+        handle, lease_id = self._peers.expect(f"loader-worker/{h}")
+        message = StartLoaderWorker(
+            lease_id, h, sorted(sources), list(openings), dict(constructors), instead_of
+        )
+        self._send(message)
+        return handle
+
+    def end(self, h: int, handle: ActorHandle) -> None:
+        self._send(RetireWorker(h))
+
+    def living(self, name: str) -> ActorHandle:
+        """Redirect a running worker to this coordinator and return its handle.
+
+        The worker was started for another coordinator, or in advance.
+        """
+        handle, lease_id = self._peers.expect(name)
+        self._send(RedirectWorker(lease_id, name))
+        return handle

@@ -9,10 +9,11 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.compact import Expander, build_compact, for_view, layout_of
 from overlord.constructor.exclusions import Spans, exclude, exclude_from_pieces, spans_of_pieces
 from overlord.constructor.images import PixelForm, decode_pool, encoder_inputs
-from overlord.constructor.pack import BatchArrays, build_arrays, build_slices, new_buffer
+from overlord.constructor.pack import build_arrays, build_slices, new_buffer
 from overlord.constructor.pieces import build_pieces
 from overlord.constructor.rank_views import narrow, of_stage
 from overlord.errors import PlanError
@@ -33,6 +34,8 @@ _Documents = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, np.ndarr
 @dataclass(frozen=True, slots=True, eq=False)
 class StepDocuments:
     """A plan and its documents: row i is ``tokens[stage.doc[i]]``, or not here if that is -1.
+
+    Of a piece of a sample, the document has the piece, and the next token if the sample continues.
 
     ``items``: the images that ranks of these buckets encode, of samples of any rank.
     ``stage.encoding`` has the placement of the images.
@@ -325,22 +328,23 @@ def _build_views(
     rows, bounds, place = _rows(staged.plan.main, buckets)
     m, cp = staged.plan.main.n_microbatches, views[0].cp
     documents = _gather(staged, rows, place, m * len(buckets))
+    on = _continues(staged, rows)
     forms: dict[View, CompactLayout] = {}
     if cp == 1 and compact:
-        built = build_compact(*documents, batch, multiple, allocate), layout_of(batch)
+        built = build_compact(*documents, batch, multiple, allocate, on), layout_of(batch)
         made = {view: for_view(*built, view) for view in views}
         by_view, forms = (
             {view: arrays for view, (arrays, _) in made.items()},
             {view: form for view, (_, form) in made.items()},
         )
     elif cp == 1:
-        made_whole = build_arrays(*documents, batch, multiple, allocate, staged.weight_values)
+        made_whole = build_arrays(*documents, batch, multiple, allocate, staged.weight_values, on)
         whole = _with_exclusions(made_whole, staged, buckets, 0, batch)
         by_view = {view: of_stage(whole, view) for view in views}
     else:
         ranks = sorted({view.cp_rank for view in views})
         built_slices = build_slices(
-            *documents, batch, multiple, allocate, cp, ranks, staged.weight_values
+            *documents, batch, multiple, allocate, cp, ranks, staged.weight_values, on
         )
         slices = dict(zip(ranks, built_slices, strict=True))
         for r, arrays in slices.items():
@@ -376,7 +380,8 @@ def build_buckets(
     def arrays_of(a: int, b: int, first: int, n: int) -> BatchArrays:
         """Build ``n`` microbatches from number ``first`` on; ``rows[a:b]`` are their documents."""
         documents = _gather(staged, rows[a:b], place[a:b] - first, n)
-        made = build_arrays(*documents, batch, multiple, allocate, staged.weight_values)
+        on = _continues(staged, rows[a:b])
+        made = build_arrays(*documents, batch, multiple, allocate, staged.weight_values, on)
         return _with_exclusions(made, staged, buckets, first, batch)
 
     if not hooks:
@@ -436,14 +441,23 @@ def _gather(
 ) -> _Documents:
     docs, offsets = staged.stage.doc[rows], staged.tokens.offsets
     start = offsets[docs]
+    length = offsets[docs + 1] - start
+    if (on := _continues(staged, rows)) is not None:  # the payload also has the next token
+        length = length - on
     return (
         staged.tokens.values,
         start,
-        offsets[docs + 1] - start,
+        length,
         microbatch,
         n_microbatches,
         staged.plan.source[rows],
     )
+
+
+def _continues(staged: StepDocuments, rows: np.ndarray) -> np.ndarray | None:
+    """Return which rows are pieces that their sample continues; None if rows are whole samples."""
+    remaining = staged.plan.remaining
+    return None if remaining is None else remaining[rows] > 0
 
 
 def _microbatches(

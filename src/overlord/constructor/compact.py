@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.pack import (
     BLOCK,
     IGNORE,
+    NEXT_IDS,
     SLICE_FROM,
-    BatchArrays,
     documents,
     new_buffer,
     with_document_arrays,
@@ -33,6 +34,7 @@ from overlord.plan.view import ALL, View
 from overlord.sample import ranges
 
 IDS = "ids"  # the only per-token array; never a key of a microbatch
+HIDDEN = (IDS, NEXT_IDS)  # arrays from which others are expanded
 # Mean tokens per document from which a slice per document costs less than gathering by index.
 JOIN_FROM = 100
 ITEMSIZE = {"tokens": 8, "position_ids": 8, "labels": 8, "loss_mask": 4, "attention_mask": 1}
@@ -73,9 +75,13 @@ def build_compact(
     batch: Batch,
     multiple: int,
     allocate: Callable[[int], np.ndarray] = new_buffer,
+    continues: np.ndarray | None = None,
 ) -> BatchArrays:
-    """Build the same microbatches as ``build_arrays``, as ``IDS`` and the per-document arrays."""
-    docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
+    """Build the same microbatches as ``build_arrays``, as ``IDS`` and the per-document arrays.
+
+    With ``continues`` there is also ``NEXT_IDS``.
+    """
+    docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple, continues)
     total, holes = int(docs.size.sum()), docs.size - docs.content
     kind = (
         np.promote_types(values.dtype, np.min_scalar_type(batch.pad_id))
@@ -94,7 +100,12 @@ def build_compact(
             out=ids,
             casting="same_kind",
         )
-    return with_document_arrays(docs, {IDS: ids}, 1, batch)
+    next_ids = None
+    if docs.continues is not None:
+        next_ids = np.full(len(docs.start), -1, np.int64)
+        on = docs.continues
+        next_ids[on] = values[(docs.start + docs.content)[on]]
+    return with_document_arrays(docs, {IDS: ids}, 1, batch, next_ids=next_ids)
 
 
 def _documents_and_padding(
@@ -145,7 +156,9 @@ def for_view(
     keys = tuple(key for key in layout.keys if view.has(key))
     layout = CompactLayout(keys, layout.labels, layout.context)
     ids = bool(set(layout.keys) - {"attention_mask"})  # a middle stage needs no ids
-    return batch.only(lambda key: view.has(key) and (ids or key != IDS)), layout
+    labels = "labels" in layout.keys
+    wanted = {IDS: ids, NEXT_IDS: labels}
+    return batch.only(lambda key: view.has(key) and wanted.get(key, True)), layout
 
 
 class ExpandedMicrobatch(Mapping[str, np.ndarray]):
@@ -212,7 +225,9 @@ class Expander:
         self._room = max(ends, default=0)
         later: dict[str, np.ndarray | None] = dict.fromkeys(self._layout.keys)
         return [
-            ExpandedMicrobatch(self, m, cut, later | {k: a for k, a in cut.items() if k != IDS})
+            ExpandedMicrobatch(
+                self, m, cut, later | {k: a for k, a in cut.items() if k not in HIDDEN}
+            )
             for m, cut in enumerate(cuts)
         ]
 
@@ -246,10 +261,18 @@ def expand(
         _fill_positions(made["position_ids"], size)
     if "labels" in made:
         assert ids is not None
-        _fill_labels(made["labels"], made["loss_mask"], ids, true, size, layout.labels, empty)
+        held = true[1:] - true[:-1]
+        if cut["source_ids"][-1] < 0:  # documents that only fill a fixed shape
+            held[cut["source_ids"] < 0] = 0
+        _fill_labels(made["labels"], made["loss_mask"], ids, held, size, layout.labels, empty)
+        if NEXT_IDS in cut and layout.labels == "shifted":
+            known = np.flatnonzero(cut[NEXT_IDS] >= 0)
+            ends = (size[:-1] + held)[known] - 1
+            made["labels"][ends] = cut[NEXT_IDS][known]
+            made["loss_mask"][ends] = 1
     if "attention_mask" in made:
         made["attention_mask"].fill(True)
-        made["attention_mask"][_padding(true, size)] = False
+        made["attention_mask"][_padding(true[1:] - true[:-1], size)] = False
     for key, array in made.items():
         if layout.context:
             made[key] = array = array.reshape(-1, layout.context)
@@ -274,11 +297,12 @@ def _fill_labels(
     labels: np.ndarray,
     loss_mask: np.ndarray,
     ids: np.ndarray,
-    true: np.ndarray,
+    held: np.ndarray,
     size: np.ndarray,
     convention: str,
     empty: bool,
 ) -> None:
+    """Fill labels and mask of documents with ``held`` tokens each, without the padding."""
     if empty:
         labels.fill(IGNORE)
         loss_mask.fill(0)
@@ -289,17 +313,19 @@ def _fill_labels(
         labels[:-1] = ids[1:]
     else:
         labels[:] = ids
-    excluded = size[:-1] + (true[1:] - true[:-1]) - 1 if shifted else size[:-1]
-    if true[-1] != size[-1]:
-        excluded = np.concatenate([excluded, _padding(true, size)])
+    excluded = size[:-1] + held - 1 if shifted else size[:-1]
+    if not held[-1]:
+        excluded = excluded[held > 0]
+    if held.sum() != size[-1]:
+        excluded = np.concatenate([excluded, _padding(held, size)])
     loss_mask.fill(1)
     labels[excluded] = IGNORE
     loss_mask[excluded] = 0
 
 
-def _padding(true: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """Return the indices of padding tokens in the microbatch."""
-    ends = size[:-1].astype(np.int64) + (true[1:] - true[:-1])
+def _padding(held: np.ndarray, size: np.ndarray) -> np.ndarray:
+    """Return the indices of padding tokens in the microbatch; ``held``: tokens of documents."""
+    ends = size[:-1].astype(np.int64) + held
     return ranges(ends, size[1:] - ends)
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from overlord.constructor.pack import IGNORE, BatchArrays
+from overlord.constructor.batch_arrays import BatchArrays
+from overlord.constructor.pack import IGNORE
 from overlord.plan.plan import Assignment
 from overlord.plan.view import View
 from overlord.sample import ranges

@@ -2,121 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.runs import pieces
 from overlord.mesh import Batch
 from overlord.sample import ranges
-
-# ----------------------------------------------------------------------------
-# All microbatches of a build as one array per key, and the rows of each microbatch.
-#
-# A local delivery slices views. A delivery to another process sends a few arrays instead of
-# hundreds.
-
-ONE = -1  # in ``rows``: a microbatch has a scalar, without a dimension
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BatchArrays:
-    """Concatenated microbatches, one array per key.
-
-    Microbatch m has the rows from ``starts[k][m]`` up to, but not including, ``starts[k][m + 1]``
-    of array k. Keys in ``single`` have one scalar per microbatch.
-    """
-
-    arrays: Mapping[str, np.ndarray]
-    starts: list[list[int]]
-    single: frozenset[str] = frozenset()
-
-    @property
-    def n(self) -> int:
-        """The number of microbatches."""
-        return len(self.starts[0]) - 1 if self.starts else 0
-
-    def cut(self, first: int, stop: int) -> list[dict[str, np.ndarray]]:
-        """Return the microbatches from ``first`` up to, not including, ``stop``, as views."""
-        made: list[dict[str, np.ndarray]] = [{} for _ in range(stop - first)]
-        for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
-            if key in self.single:
-                for m, views in enumerate(made):
-                    views[key] = array[starts[first + m], ...]
-            else:
-                for m, views in enumerate(made):
-                    views[key] = array[starts[first + m] : starts[first + m + 1]]
-        return made
-
-    def only(self, wanted: Callable[[str], bool]) -> BatchArrays:
-        """Return the batch with only the keys for which ``wanted`` returns True."""
-        kept = [wanted(key) for key in self.arrays]
-        if all(kept):
-            return self
-        arrays = {
-            key: array for (key, array), keep in zip(self.arrays.items(), kept, strict=True) if keep
-        }
-        return BatchArrays(
-            arrays,
-            [s for s, keep in zip(self.starts, kept, strict=True) if keep],
-            self.single & arrays.keys(),
-        )
-
-    def part(self, first: int, stop: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-        """Return arrays of the microbatches from ``first`` up to, not including, ``stop``.
-
-        Return also the number of rows of each: int64 [keys, microbatches]; ``ONE`` for a scalar.
-        The arrays are views, by key.
-        """
-        arrays, rows, ones, counted = {}, [], [ONE] * (stop - first), dict[int, list[int]]()
-        for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
-            arrays[key] = array[starts[first] : starts[stop]]
-            # arrays of the same kind share one list
-            if (counts := counted.get(id(starts))) is None:
-                counts = counted[id(starts)] = [
-                    b - a for a, b in pairwise(starts[first : stop + 1])
-                ]
-            rows.append(ones if key in self.single else counts)
-        return arrays, np.array(rows, np.int64).reshape(len(rows), stop - first)
-
-    @staticmethod
-    def of_part(arrays: Mapping[str, np.ndarray], rows: np.ndarray) -> BatchArrays:
-        """Return the batch from the result of ``part``.
-
-        Raise ``ValueError`` if ``rows`` does not fit the arrays.
-        """
-        if rows.ndim != 2 or len(rows) != len(arrays):
-            raise ValueError(
-                f"rows: expected the shape ({len(arrays)}, microbatches), got {rows.shape}"
-            )
-        starts, single, before, sums, one = list[list[int]](), list[str](), None, [0], False
-        # A few dozen numbers: numpy would cost more.
-        for (key, array), counts in zip(arrays.items(), rows.tolist(), strict=True):
-            if counts != before:  # otherwise this array is of the same kind as the previous one
-                least = min(counts, default=0)
-                if least < ONE:
-                    raise ValueError(
-                        f"{key!r}: expected numbers of rows of at least 0, or {ONE} for a scalar, "
-                        f"got {least}"
-                    )
-                before, one = counts, least == ONE
-                sums = [0, *accumulate([1 if n == ONE else n for n in counts])]
-            if one:
-                single.append(key)
-            if sums[-1] != len(array):
-                raise ValueError(
-                    f"{key!r}: expected the {sums[-1]} rows of its microbatches, got {len(array)}"
-                )
-            starts.append(sums)
-        return BatchArrays(arrays, starts, frozenset(single))
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
-
 
 # ----------------------------------------------------------------------------
 # Pack documents into microbatches, in the packed and the padded layout of the batch contract.
@@ -155,7 +50,17 @@ class BatchArrays:
 # tokens: 1.8 (the loop: 2.3). If the arrays of the last steps are still held, as with prefetch,
 # the cost is about 1 ns higher.
 
+# In microbatches that are padded to the context, the last document has the padding.
+#
+# With shape="fixed" there are ``max_documents`` documents: cumulative lengths repeat the last sum,
+# ``source_ids`` ends with -1, and ``max_seqlen`` is ``context``. In the padded layout rows without
+# content are added.
+#
+# With packing="concat" a document may be a piece of a sample, which another microbatch continues.
+# With shifted labels the label of its last token is then the next token of the sample.
+
 IGNORE = -100  # a label without a loss
+NEXT_IDS = "next_ids"  # hidden key of compact microbatches: the label of each document's last token
 # Tokens gathered at a time, so that temporaries stay in the cache. 2**16 is as fast; all tokens at
 # once is a tenth slower.
 BLOCK = 2**15
@@ -178,17 +83,19 @@ def build_arrays(
     multiple: int,
     allocate: Callable[[int], np.ndarray] = new_buffer,
     weights: np.ndarray | None = None,
+    continues: np.ndarray | None = None,
 ) -> BatchArrays:
     """Build all microbatches of one or several buckets at once, as read-only arrays.
 
     ``allocate`` returns uninitialized bytes: a pool that reuses memory saves more than the gather
     costs. Document i is ``values[start[i] : start[i] + length[i]]`` and not empty. Documents must
     be sorted by (microbatch, slot). ``multiple``: packed documents are padded to a multiple of it.
-    ``weights``: the loss weight of each of ``values``; None: all are 1.
+    ``weights``: the loss weight of each of ``values``; None: all are 1. ``continues``: mask of the
+    pieces of samples (packing="concat") of which ``values`` has the next token too.
     """
-    docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
+    docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple, continues)
     total = int(docs.size.sum())
-    layout = _Layout(docs.start, docs.content, docs.true, docs.size)
+    layout = _Layout(docs.start, docs.content, docs.true, docs.size, continues=docs.continues)
     arrays = _per_token(values, weights, layout, total, batch, allocate)
     return with_document_arrays(docs, arrays, 1, batch)
 
@@ -206,6 +113,7 @@ def build_slices(
     cp: int,
     cp_ranks: Sequence[int],
     weights: np.ndarray | None = None,
+    continues: np.ndarray | None = None,
 ) -> list[BatchArrays]:
     """Build the slices of some context-parallel ranks without building the whole.
 
@@ -213,7 +121,7 @@ def build_slices(
     ``cp_ranks``. Slices are concatenated rank after rank in one allocation. A run of a document is
     filled like a document, so the cost is hardly higher.
     """
-    docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple)
+    docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple, continues)
     by_row = batch.layout == "padded"
     doc, base, size = pieces(docs.size, docs.first, cp, cp_ranks, batch.cp_split, by_row=by_row)
     arrays = run_arrays(values, docs, doc, base, size, batch, allocate, weights)
@@ -241,13 +149,16 @@ def run_arrays(
     Run i is ``size[i]`` tokens, at least one, of document ``doc[i]`` from token ``base[i]`` on.
     """
     left = docs.content[doc] - base
+    on = left > size
+    if docs.continues is not None:
+        on |= docs.continues[doc] & (left > 0)
     layout = _Layout(
         docs.start[doc],
         np.clip(left, 0, size),
         np.clip(docs.true[doc] - base, 0, size),
         size,
         base,
-        left > size,
+        on,
     )
     return _per_token(values, weights, layout, int(size.sum()), batch, allocate)
 
@@ -261,6 +172,8 @@ class Documents(NamedTuple):
     size: np.ndarray  # tokens with padding
     source: np.ndarray  # number of the source; -1 for a document without content
     first: np.ndarray  # first document of each microbatch; the last entry: number of documents
+    # the document is a piece of a sample, of which the next token follows in the payload
+    continues: np.ndarray | None = None
 
 
 class _Layout(NamedTuple):
@@ -272,7 +185,7 @@ class _Layout(NamedTuple):
     size: np.ndarray
     # Tokens of the document before the run; None: the documents are whole.
     base: np.ndarray | None = None
-    continues: np.ndarray | None = None  # the document continues after the run
+    continues: np.ndarray | None = None  # the next token of the document or sample is known
 
 
 def documents(
@@ -283,17 +196,24 @@ def documents(
     source: np.ndarray,
     batch: Batch,
     multiple: int,
+    continues: np.ndarray | None = None,
 ) -> Documents:
-    start, content, source, first = _with_empty_microbatches(
-        start, length, microbatch, n_microbatches, source
+    rows = batch.documents if batch.fixed and batch.layout == "padded" else 1
+    start, content, source, first, continues = _with_empty_documents(
+        start, length, microbatch, n_microbatches, source, continues, rows
     )
     size = (
         np.full_like(content, batch.context)
         if batch.layout == "padded"
         else np.maximum(-(-content // multiple), 1) * multiple
     )
+    true = np.where(content > 0, content, multiple)
+    if batch.pads and batch.layout == "packed" and n_microbatches:
+        last = first[1:] - 1
+        size[last] += batch.context - np.add.reduceat(size, first[:-1])
+        true = np.where(content > 0, content, size)
     assert (content <= size).all(), "expected documents of at most the context, got a longer one"
-    return Documents(start, content, np.where(content > 0, content, multiple), size, source, first)
+    return Documents(start, content, true, size, source, first, continues)
 
 
 def _per_token(
@@ -339,11 +259,12 @@ def with_document_arrays(
     cp: int,
     batch: Batch,
     token_bounds: np.ndarray | None = None,
+    next_ids: np.ndarray | None = None,
 ) -> BatchArrays:
     """Return the batch of per-token ``arrays``, one slice of ``cp``, with per-document arrays.
 
     All arrays become read-only. ``token_bounds``: the tokens of each microbatch, if they are not an
-    equal share of it.
+    equal share of it. ``next_ids``: the label of the last token of each document, -1 for none.
     """
     first, n_microbatches = docs.first, len(docs.first) - 1
     if batch.layout == "padded":
@@ -352,23 +273,33 @@ def with_document_arrays(
     elif token_bounds is None:
         token_bounds = np.append(0, np.cumsum(docs.size))[first] // cp
     per_document = {"source_ids": docs.source.astype(np.int32)}
-    cumulative = {
-        "cu_seqlens": _cumulative(docs.true, first),
-        "cu_seqlens_padded": _cumulative(docs.size, first),
-    }
-    longest = np.zeros(0, np.int32)
-    if n_microbatches:
+    if next_ids is not None:
+        per_document[NEXT_IDS] = next_ids.astype(np.int32)
+    counts = np.diff(first)
+    if batch.fixed:
+        counts = np.full(n_microbatches, batch.documents)
+        per_document = {key: _filled(a, first, batch.documents) for key, a in per_document.items()}
+        longest = np.full(n_microbatches, batch.context, np.int32)
+    elif n_microbatches:
         longest = np.maximum.reduceat(docs.size, first[:-1]).astype(np.int32)
+    else:
+        longest = np.zeros(0, np.int32)
+    cumulative = {
+        "cu_seqlens": _cumulative(docs.true, first, counts),
+        "cu_seqlens_padded": _cumulative(docs.size, first, counts),
+    }
     for array in (*arrays.values(), *per_document.values(), *cumulative.values(), longest):
         array.flags.writeable = False  # views made from here on are read-only too
     assert token_bounds is not None
-    tokens, documents = token_bounds.tolist(), first.tolist()
+    places = np.append(0, np.cumsum(counts))
+    tokens, documents = token_bounds.tolist(), places.tolist()
     # Cumulative lengths have one more entry per microbatch than there are documents.
-    sums = (first + np.arange(n_microbatches + 1)).tolist()
+    sums = (places + np.arange(n_microbatches + 1)).tolist()
     starts = (
         [tokens] * len(arrays)
         + [sums] * len(cumulative)
-        + [documents, list(range(n_microbatches + 1))]
+        + [documents] * len(per_document)
+        + [list(range(n_microbatches + 1))]
     )
     return BatchArrays(
         {**arrays, **cumulative, **per_document, "max_seqlen": longest},
@@ -410,32 +341,40 @@ def valid_tokens(length: np.ndarray) -> int:
     return int(np.maximum(np.asarray(length) - 1, 0).sum())
 
 
-def _with_empty_microbatches(
+def _with_empty_documents(
     start: np.ndarray,
     length: np.ndarray,
     microbatch: np.ndarray,
     n_microbatches: int,
     source: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Insert a document without content into each empty microbatch.
+    continues: np.ndarray | None,
+    least: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+    """Add documents without content to microbatches of fewer than ``least`` documents.
 
-    Return start, length and source of all documents, and the number of the first document of each
-    microbatch, followed by the number of documents.
+    Return start, length and source of all documents, the number of the first document of each
+    microbatch, followed by the number of documents, and ``continues`` of all documents.
     """
     assert not len(length) or length.min() > 0, "expected documents with tokens, got an empty one"
     assert (microbatch[1:] >= microbatch[:-1]).all(), "expected documents sorted by microbatch"
     counts = np.bincount(microbatch, minlength=n_microbatches)
     first = np.zeros(n_microbatches + 1, np.int64)
-    np.cumsum(np.maximum(counts, 1), out=first[1:])
-    empty = np.flatnonzero(counts == 0)
-    if len(empty):
-        at = np.cumsum(counts)[empty]
+    np.cumsum(np.maximum(counts, least), out=first[1:])
+    if len(counts) and counts.min() < least:
+        at = np.repeat(np.cumsum(counts), np.maximum(least - counts, 0))
         start, length, source = (
             np.insert(start, at, 0),
             np.insert(length, at, 0),
             np.insert(source.astype(np.int64), at, -1),
         )
-    return start.astype(np.int64, copy=False), length.astype(np.int64, copy=False), source, first
+        continues = None if continues is None else np.insert(continues, at, False)
+    return (
+        start.astype(np.int64, copy=False),
+        length.astype(np.int64, copy=False),
+        source,
+        first,
+        continues,
+    )
 
 
 def _allocate(total: int, allocate: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
@@ -567,12 +506,24 @@ def _attention(total: int, start: np.ndarray, count: np.ndarray) -> np.ndarray:
     return mask
 
 
-def _cumulative(length: np.ndarray, first: np.ndarray) -> np.ndarray:
+def _cumulative(length: np.ndarray, first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return 0 and the cumulative document lengths of each microbatch.
 
-    A microbatch has one more entry than it has documents.
+    A microbatch has one more entry than ``counts``, the number of documents with those that fill
+    the shape. These repeat the last sum.
     """
     sums = np.zeros(len(length) + 1, np.int64)
     np.cumsum(length, out=sums[1:])
-    n = np.diff(first)
-    return (sums[ranges(first[:-1], n + 1)] - np.repeat(sums[first[:-1]], n + 1)).astype(np.int32)
+    steps = ranges(first[:-1], counts + 1)
+    if (counts > np.diff(first)).any():
+        steps = np.minimum(steps, np.repeat(first[1:], counts + 1))
+    return (sums[steps] - np.repeat(sums[first[:-1]], counts + 1)).astype(np.int32)
+
+
+def _filled(column: np.ndarray, first: np.ndarray, n: int) -> np.ndarray:
+    """Return a column by document with n entries for each microbatch, -1 where it has fewer."""
+    counts = np.diff(first)
+    assert not len(counts) or counts.max() <= n, "expected at most max_documents documents"
+    filled = np.full(len(counts) * n, -1, column.dtype)
+    filled[ranges(np.arange(len(counts)) * n, counts)] = column
+    return filled

@@ -350,14 +350,15 @@ def _mismatch(
     expected = 0 if routed.stage.encoding is None else len(routed.stage.encoding.item)
     if expected != (0 if items is None else len(items)):
         return f"expected {expected} images of {hosts}, got {0 if items is None else len(items)}"
-    wrong = np.flatnonzero(tokens.lengths[doc[here]] != routed.stage.plan.tokens[here])
+    planned = routed.stage.plan.payload_tokens
+    wrong = np.flatnonzero(tokens.lengths[doc[here]] != planned[here])
     if not len(wrong):
         return ""
     row = int(here[wrong[0]])
     origin = routed.origins[
         int(np.searchsorted(np.cumsum([len(p.tokens) for p in parts]), doc[row], side="right"))
     ]
-    expected, got = int(routed.stage.plan.tokens[row]), int(tokens.lengths[doc[row]])
+    expected, got = int(planned[row]), int(tokens.lengths[doc[row]])
     return (
         f"expected {expected} tokens of {routed.stage.plan.sample_id(row)} from "
         f"loader-worker/{origin}, got {got}"

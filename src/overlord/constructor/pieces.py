@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from overlord import ring
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.pack import (
-    BatchArrays,
     Documents,
     documents,
     new_buffer,

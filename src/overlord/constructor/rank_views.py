@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from overlord.constructor.pack import BatchArrays
+from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.runs import cp_runs
 from overlord.plan.view import View
 from overlord.sample import ranges

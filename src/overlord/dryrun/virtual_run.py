@@ -192,7 +192,7 @@ class _Simulation:
         ]
         self._moves: list[Moved] = []
         self._runtime.on_stage.append(self._staged)
-        self._runtime.on_lost.append(lambda event: self._log.add(event, 0))
+        self._runtime.on_lost.append(lambda event: self._log.add(event, lambda: 0))
         for trainer in self._trainers:
             trainer.wake = partial(self._executor.call_later, 0.0, partial(self._wake, trainer))
             trainer.unreported = [s for s in range(first - 2, first) if s >= 0]

@@ -70,7 +70,7 @@ def consume_problems(hooks: Sequence[Any], look_ahead: Any) -> list[str]:
 
 
 def consumed_by(hook: Hook, candidates: Buffer, seed: int) -> np.ndarray:
-    """Return the rows of the candidates that the step takes: rising, ``wanted`` of each source.
+    """Return the rows of the candidates that the step takes: ascending, ``wanted`` of each source.
 
     Candidates that are due come first, then those that the hook prefers.
     """

@@ -1,33 +1,24 @@
 """The longest sample of a job (``Job.max_document``), and what it demands of batch and mesh.
 
-Without rings a rank has whole samples, of at most ``Batch.context`` tokens. In a hybrid job the
+Without rings a rank has whole samples, of at most ``Batch.context`` tokens: the largest of all
+stages. Smaller stages cut them (``stages.cut_samples``). In a hybrid job the
 context is the capacity of one rank, and a ring of ranks can share a longer sample.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from overlord.checks import is_int
+from overlord.errors import JobError
+from overlord.job import stages
 from overlord.job.hooks import CONSTRUCTOR, Hook
 from overlord.mesh import Batch, Mesh
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
 
-HYBRID = ("hdp_balance",)  # strategies of the package that split samples over ranks
 ALONE = "with samples that ranks share"
-
-
-def splits_documents(strategy: Any) -> bool:
-    """Return whether a strategy is known to split samples over ranks.
-
-    A function is if it has a true attribute ``hybrid``. Others may do so too; their jobs give
-    ``max_document``.
-    """
-    if isinstance(strategy, str):
-        return strategy in HYBRID
-    return bool(getattr(strategy, "hybrid", False))
 
 
 def ring_ranks(place: Mesh) -> int:
@@ -35,15 +26,13 @@ def ring_ranks(place: Mesh) -> int:
     return place.dp * place.cp
 
 
-def of(job: Job) -> int:
-    """Return the tokens of the longest sample of a job."""
-    if job.max_document is not None:
-        return job.max_document
-    return _capacity(job) * ring_ranks(job.place) if job.hybrid else job.batch.context
+def of_ring(job: Job) -> int:
+    """Return the tokens of the longest sample that all ranks of a hybrid job can share."""
+    return _capacity(job) * ring_ranks(job.place)
 
 
 def _capacity(job: Job) -> int:
-    """Return the tokens of a rank in a hybrid job, of which pieces can use all."""
+    """Return the capacity of a rank in a hybrid job, rounded down to what pieces can fill."""
     own, context = getattr(job.strategy, "capacity", None), job.batch.context
     if not isinstance(own, int) or not 0 < own < context:
         return context
@@ -52,7 +41,7 @@ def _capacity(job: Job) -> int:
 
 
 def _unit(job: Job) -> int:
-    """Return the number of tokens of which every piece with padding is a multiple."""
+    """Return the number that divides the tokens of every padded piece."""
     return 2 * job.batch.pad_multiple * (job.place.tp if job.batch.sequence_parallel else 1)
 
 
@@ -65,12 +54,21 @@ def problems(job: Job) -> list[str]:
         return []
     if job.hybrid:
         return _hybrid_problems(job)
-    if given is None or given <= batch.context or not isinstance(job.strategy, str):
+    if given is None or batch.in_chunks or given <= (context := _largest_context(job)):
+        return []
+    if not isinstance(job.strategy, str):
         return []
     return [
-        f"max_document: expected at most batch.context={batch.context} with strategy "
+        f"max_document: expected at most batch.context={context} with strategy "
         f"{job.strategy!r}, which splits no sample, got {given}; use 'hdp_balance'"
     ]
+
+
+def _largest_context(job: Job) -> int:
+    try:
+        return max(stages.contexts(job))
+    except (JobError, AttributeError, TypeError):  # ``stages.problems`` reports it
+        return job.batch.context
 
 
 def _hybrid_problems(job: Job) -> list[str]:

@@ -218,10 +218,6 @@ def hook_problems(hooks: Any) -> list[str]:
     ]
 
 
-def of_kind(hooks: Sequence[Hook], kind: str) -> tuple[Hook, ...]:
-    return tuple(hook for hook in hooks if hook.kind == kind)
-
-
 def popped_by(
     hooks: Sequence[Hook], plan: LoadingPlan, doc: np.ndarray, tokens: Ragged, seed: int
 ) -> tuple[np.ndarray, Ragged]:

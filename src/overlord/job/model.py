@@ -67,7 +67,8 @@ class Model:
         Default 0.
     causal: whether a token attends to earlier tokens only. Default True. Without it a window is a
         block whose tokens attend to each other.
-    inputs: numbers of one input that are projected, such as a patch. Default 0: tokens of a table.
+    inputs: numbers in one input that is projected, such as an image patch. Default 0: inputs are
+        token ids, whose embeddings are looked up.
     encoder: the ``Model`` of the image encoder, by patches. Default None: 1B parameters, as in the
         Overlord paper.
     name: name for display. Default "".
@@ -202,7 +203,7 @@ class Model:
 
     @property
     def per_token(self) -> float:
-        """Forward FLOPs of a token, without attention: two for each weight that it meets."""
+        """Forward FLOPs of a token, without attention: two for each weight it is multiplied by."""
         sparse = self.layers - self.dense_layers if self.experts else 0
         dense = self.layers - sparse
         matrices = 3 if self.gated else 2

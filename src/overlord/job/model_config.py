@@ -217,7 +217,9 @@ def _latent(config: _Config) -> dict[str, Any]:
     rope = config.number("qk_rope_head_dim") or 0
     plain, value = config.number("qk_nope_head_dim"), config.number("v_head_dim")
     if plain is None or value is None:
-        config.problems.append("expected qk_nope_head_dim and v_head_dim with kv_lora_rank")
+        config.problems.append(
+            "expected qk_nope_head_dim and v_head_dim with kv_lora_rank, got one of them or none"
+        )
         return {}
     return {
         "kv_heads": None,

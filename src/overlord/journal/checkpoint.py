@@ -200,18 +200,27 @@ def rollback(step: int, generation: int, reason: str) -> Entry:
     return Entry(BACK, step, {"generation": generation, "reason": reason})
 
 
-def job(step: int, names: Sequence[str], fingerprint: Mapping[str, str], place: str) -> Entry:
+def job(
+    step: int,
+    names: Sequence[str],
+    fingerprint: Mapping[str, str],
+    place: str,
+    stages: Sequence[tuple[int, str | int]] = (),
+) -> Entry:
     """Return the entry that identifies the job of a stream.
 
     It is written before the first snapshot of a segment, and when a source is added. ``place``
     identifies mesh, ``sync`` and model. With another of them the same samples have other slots, so
-    plans have other digests.
+    plans have other digests. ``stages``: first step and name of every stage, for readers.
     """
-    return Entry(
-        JOB,
-        step,
-        {"names": list(names), "fingerprint": fingerprint_out(fingerprint, names), "place": place},
-    )
+    body: dict[str, Any] = {
+        "names": list(names),
+        "fingerprint": fingerprint_out(fingerprint, names),
+        "place": place,
+    }
+    if stages:
+        body["stages"] = [[first, name] for first, name in stages]
+    return Entry(JOB, step, body)
 
 
 def event_of(entry: Entry) -> Event:
@@ -254,6 +263,8 @@ def changes(before: StreamState | None, after: StreamState) -> Body:
         body["schedule"] = json.dumps(after.schedule)
     if after.ahead or before.ahead:
         body["ahead"] = _ages_out(after.ahead)
+    if after.cut:
+        body["cut"] = list(after.cut)
     if after.reports != before.reports:
         body["reports"] = _reports_out(before.reports, after.reports)
     return body
@@ -292,6 +303,7 @@ def changed(before: StreamState | None, body: Body) -> StreamState:
         mix_step=_whole(mix_step),
         mix_epoch=_whole(mix_epoch),
         ahead=_ages_in(body["ahead"], n) if "ahead" in body else (),
+        cut=_cut_in(body["cut"], n) if "cut" in body else (),
         counts={
             name: np.ascontiguousarray(table[:, N_CURSOR + 1 + k]) for k, name in enumerate(counts)
         },
@@ -355,6 +367,12 @@ def _table(state: StreamState) -> np.ndarray:
     return np.column_stack([state.cursors, owed, *state.counts.values()]).astype(
         np.int64, copy=False
     )
+
+
+def _cut_in(cut: Any, n: int) -> tuple[int, ...]:
+    if not isinstance(cut, list) or len(cut) != n:
+        raise ValueError(f"expected the cut of {n} sources, got {cut!r:.40}")
+    return tuple(map(_whole, cut))
 
 
 def _ages_out(ahead: Sequence[np.ndarray]) -> list[Any]:

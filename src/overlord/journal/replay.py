@@ -205,7 +205,7 @@ class Recovered:
         events = EventLog(int(self.fingerprint.get("feedback_lag", 0)))
         for entry in self._entries:
             if entry.kind == EVENT:
-                events.add(event_of(entry), bare.step)
+                events.add(event_of(entry), lambda: bare.step)
             elif entry.kind == REPORT:
                 events.report(report_of(entry), bare.step)
         return events.completed(bare, self.names, ahead=True)

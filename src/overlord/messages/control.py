@@ -320,6 +320,8 @@ class LoaderPlan:
     pops: np.ndarray  # int64: number of samples of each
     to: tuple[int, ...]
     take: tuple[np.ndarray, ...] = ()
+    # int64 [2, n]: first token and number of tokens of each document of ``take``; empty: all tokens
+    spans: tuple[np.ndarray, ...] = ()
     kept: np.ndarray | None = None  # the documents that stay held; None: nothing is ever held
     # int64 [2, n]: document and number inside it; empty: no images in this step
     items: tuple[np.ndarray, ...] = ()
@@ -363,6 +365,8 @@ class StreamState:
     mix_epoch: int = 0
     # look-ahead: per source, the age in steps of each sample after the cursor; -1: drawn already
     ahead: tuple[np.ndarray, ...] = ()
+    # packing="concat": per source, the tokens of its first sample left that steps have received
+    cut: tuple[int, ...] = ()
     # running counts per source (``planning.spec.COUNTS``)
     counts: Mapping[str, np.ndarray] = field(default_factory=dict)
     weights: tuple[float, ...] = ()  # weights in force; only with mix_every="epoch"

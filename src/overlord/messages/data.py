@@ -56,7 +56,7 @@ class StepInfo:
     valid_tokens: int | float  # sum of the weights of all labels; an int if it is whole
     names: tuple[str, ...]
     # int64 [samples, 6]: source, epoch, file, row, part, tokens; one array, since each array costs
-    # time on the wire
+    # time on the wire. A seventh column has the offset of a piece in its sample.
     table: np.ndarray
     after: StreamState | EncodedState
     # axes along which the trainer broadcasts, with more than one rank
@@ -65,6 +65,8 @@ class StepInfo:
     # None: every rank of a data-parallel group gets all samples of the group
     place: Mesh | None = None
     on: Mesh | None = None  # the backbone's own mesh; None: ``place``
+    stage: str | int | None = None  # name or number of the step's stage; None: there are no stages
+    microbatches: int | None = None  # ``Batch.microbatches`` of the stage; None: that of the job
 
     @staticmethod
     def of(stage: PlannedStep, after: StreamState | EncodedState | None = None) -> StepInfo:
@@ -75,7 +77,10 @@ class StepInfo:
             stage.digest,
             stage.valid_tokens,
             p.names,
-            np.column_stack((p.source, p.epoch, p.file, p.row, p.part, p.tokens)),
+            np.column_stack(
+                (p.source, p.epoch, p.file, p.row, p.part, p.tokens)
+                + (() if p.offset is None else (p.offset,))
+            ),
             stage.after if after is None else after,
             *_rank_mapping(p),
         )
@@ -89,6 +94,12 @@ class StepInfo:
             if self.place is None or self.on is not None
             else _place_if_needed(self.axis, (), self.place),
         )
+
+    def in_stage(self, stage: str | int | None, microbatches: int) -> StepInfo:
+        """Return this StepInfo with the stage of its step; None: the job has no stages."""
+        if stage is None:
+            return self
+        return replace(self, stage=stage, microbatches=microbatches)
 
     def of_rows(self, rows: np.ndarray) -> StepInfo:
         """Return this StepInfo with these rows of samples only, for the clients of one bucket."""
@@ -109,8 +120,15 @@ class StepInfo:
     def tokens(self) -> np.ndarray:
         return self.table[:, 5]
 
+    @property
+    def offset(self) -> np.ndarray:
+        """The tokens of each sample before its piece in this step: 0 for whole samples."""
+        if self.table.shape[1] > 6:
+            return self.table[:, 6]
+        return np.zeros(len(self.table), np.int64)
+
     def sample_id(self, i: int) -> SampleId:
-        source, *place, _ = self.table[i].tolist()
+        source, *place = self.table[i, :5].tolist()
         return SampleId(self.names[source], *place)
 
 

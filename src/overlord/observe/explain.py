@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.checks import did_you_mean
+from overlord.checks import did_you_mean, shown_name
 from overlord.errors import PlanError
 from overlord.messages.control import Cursor, PlannedStep, StreamState
 from overlord.observe.balancing_model import shown_model
 from overlord.observe.ring_text import host_memory, limit
 from overlord.observe.sample_lookup import COUNTED, SampleLookup, parse_id
+from overlord.observe.stage_text import stage_of_step
 from overlord.planning.graph.lineage import constructors_of
 from overlord.planning.mixture import latest
+from overlord.planning.schedule.by_stage import mixture_starts
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
@@ -152,7 +154,8 @@ class StepExplanation(Explanation):
     step: int
     skipped: bool
     digest: str
-    samples: int
+    samples: int  # rows of the plan
+    rows: str  # what a row is: samples, or pieces of samples
     tokens: int
     unit: str  # the unit of the mixture: samples or tokens
     sources: tuple[SourceShare, ...]
@@ -162,6 +165,8 @@ class StepExplanation(Explanation):
     model: str  # by which the strategy balances; empty if a user's strategy decides
     fill: float
     modules: tuple[ModulePlacement, ...]
+    stage: str | int | None = None  # name or number of its stage; None: the job has no stages
+    stage_words: str = ""  # the stage and the size of the step; empty without stages and ramps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +191,8 @@ class SlotOfSample:
 class SampleExplanation(Explanation):
     """An explanation of a sample, or of a row without a sample.
 
-    ``status`` is "placed", "skipped", "quarantined", "ahead", "gone", "no sample" or "undecided".
+    ``status`` is "placed", "skipped", "quarantined", "ahead", "gone", "never", "no sample" or
+    "undecided".
     The fields from ``step`` on are set if a retained plan has the sample.
     """
 
@@ -203,6 +209,7 @@ class SampleExplanation(Explanation):
     tokens: int | None = None
     loader: str | None = None
     placed: tuple[SlotOfSample, ...] = ()
+    pieces: tuple[str, ...] = ()  # its pieces in retained plans, with packing="concat"
 
 
 def explain(what: int | str | SampleId, known: Known) -> Explanation:
@@ -255,8 +262,9 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
         skipped=stage.skipped,
         digest=stage.digest,
         samples=len(plan),
+        rows=plan.row_kind,
         tokens=int(plan.tokens.sum()),
-        unit="samples" if known.job.batch.tokens is None else "tokens",
+        unit="tokens" if known.job.batch.mixes_tokens else "samples",
         sources=_shares(plan, known),
         weights_from=weights_from(stage, known.job),
         trail=tuple(plan.extra.get("trail", ())),
@@ -267,6 +275,8 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
             _placement(plan, name, known.job)
             for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))
         ),
+        stage=known.job.batches.stage(plan.step),
+        stage_words=stage_of_step(known.job, plan.step),
     )
 
 
@@ -279,8 +289,14 @@ def weights_from(stage: PlannedStep, job: Job) -> str:
         if after.mix_step == step
         else f", in force since step {after.mix_step} (mix_every={job.mix_every!r})"
     )
-    if change := latest(after.events, -1, after.mix_step):
+    if change := latest(after.events, -1, after.mix_step, mixture_starts(job)):
         return f"set_mixture from step {change[0].at}{since}"
+    number = job.batches.number(step)
+    if job.stages and (own := job.stages[number]).mixture is not None:
+        if isinstance(own.mixture, Mapping):
+            return "the mixture of the stage"
+        of = step - job.batches.parts[number].first
+        return f"the schedule of the stage, {shown_name(own.mixture)}, at its step {of}"
     if job.mixture is None:
         return f"the sources' own weights{since}"
     if isinstance(job.mixture, Mapping):
@@ -293,7 +309,7 @@ def _shares(plan: LoadingPlan, known: Known) -> tuple[SourceShare, ...]:
     n, weights = len(plan.names), dict(plan.extra.get("weights", {}))
     samples = np.bincount(plan.source, minlength=n)
     tokens = np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64)
-    mixed = samples if known.job.batch.tokens is None else tokens
+    mixed = tokens if known.job.batch.mixes_tokens else samples
     total, all_mixed = sum(weights.values()) or 1.0, int(mixed.sum()) or 1
     return tuple(
         SourceShare(
@@ -397,7 +413,7 @@ def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
             late = "".join(
                 f" In quarantine: {bad.reason}." for bad in faults if bad.part == sample.part
             )
-            return replace(placed, words=placed.words + late)
+            return replace(placed, words=placed.words + late, pieces=_pieces(sample, known))
     if faults:
         return SampleExplanation(
             status="quarantined", words=f"The row is in quarantine: {faults[0].reason}.", **base
@@ -406,16 +422,38 @@ def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
     return SampleExplanation(status=status, words=words, **base)
 
 
+def _pieces(sample: SampleId, known: Known) -> tuple[str, ...]:
+    """Return a text for each piece of a sample in the retained plans, in stream order."""
+    found = []
+    for stage in known.stages:
+        if (plan := stage.plan).offset is None:
+            continue
+        node = np.empty(len(plan), np.int64)
+        node[plan.main.sample] = np.arange(len(plan))
+        for i in rows_of_sample(sample, plan).tolist():
+            first, at = int(plan.offset[i]), int(node[i])
+            found.append(
+                f"step {plan.step}: tokens {first} to {first + int(plan.tokens[i]) - 1} in "
+                f"microbatch {plan.main.microbatch[at]} of bucket {plan.main.bucket[at]}"
+            )
+    return tuple(found)
+
+
 def find(sample: SampleId, plan: LoadingPlan) -> int:
     """Return the row of a sample in a plan; -1 if the plan does not have it."""
+    at = rows_of_sample(sample, plan)
+    return int(at[0]) if len(at) else -1
+
+
+def rows_of_sample(sample: SampleId, plan: LoadingPlan) -> np.ndarray:
+    """Return the rows of a sample in a plan: one, or its pieces."""
     if sample.source not in plan.names:
-        return -1
+        return np.zeros(0, np.int64)
     columns = ("epoch", "file", "row", "part")
     hit = plan.source == plan.names.index(sample.source)
     for name in columns:
         hit = hit & (getattr(plan, name) == getattr(sample, name))
-    at = np.flatnonzero(hit)
-    return int(at[0]) if len(at) else -1
+    return np.flatnonzero(hit)
 
 
 def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
@@ -429,10 +467,11 @@ def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
             f"{sample.source!r}{did_you_mean(sample.source, known.names)}"
         )
     source = known.names.index(sample.source)
-    files, epochs = (
+    files, given = (
         known.indexes[source].files,
         known.job.sources[source].epochs if source < len(known.job.sources) else None,
     )
+    epochs = known.orders[source].begun(given)
     if not 0 <= sample.file < len(files):
         raise PlanError(
             f"no sample {sample}: source {sample.source!r} has files 0 to {len(files) - 1}"
@@ -446,6 +485,8 @@ def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
     chunk = known.lookup(source).chunk_of(sample.file, sample.row)
     if chunk < 0:
         raise PlanError(f"no sample {sample}: {files[sample.file].path} has no row {sample.row}")
+    if not known.lookup(source).in_epoch(sample, chunk):
+        raise PlanError(f"no sample {sample}: its epoch ends before it, since epochs is {given}")
     return source, chunk
 
 
@@ -466,6 +507,8 @@ def _without_plan(sample: SampleId, source: int, chunk: int, known: Known) -> tu
             "It is in the group that the stream reads now: not drawn yet, or dropped by "
             f"{dropper}; {where}.",
         )
+    if not passed and not known.state.active[source]:
+        return "never", f"Never drawn: the source has left the job, as by a budget; {where}."
     if not passed and not complete and (known.job.look_ahead > 1 or known.job.overflow == "defer"):
         return (
             "undecided",

@@ -14,6 +14,7 @@ from rich.text import Text
 from overlord.observe.balancing_model import shown_model
 from overlord.observe.explain_text import waits
 from overlord.observe.ring_text import host_memory, limit
+from overlord.observe.stage_text import stage_lines, stage_of_step
 from overlord.planning.spec import share
 
 if TYPE_CHECKING:
@@ -102,11 +103,32 @@ def progress_bar(err: Console, what: str, total: int) -> Iterator[Callable[[Any]
         )
 
 
+@contextmanager
+def step_counter(
+    err: Console, what: str, total: int | str | None
+) -> Iterator[Callable[[int], None]]:
+    """Show the number of finished steps on a terminal; a bar if ``total`` is a number.
+
+    The context value is a function that receives the number.
+    """
+    if isinstance(total, int):
+        with progress_bar(err, what, total) as advance:
+            yield advance
+        return
+    if not err.is_terminal:
+        yield lambda _: None
+        return
+    with err.status(f"{what} 0 steps") as status:
+        yield lambda done: status.update(f"{what} {done:,} steps")
+
+
 def run_view(
     job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Sequence[Mapping[str, Any]]
 ) -> RenderableType:
     """Return tables of a run: mix, speed, memory, and quarantined rows with reasons."""
     what = LOST.get(job.on_long, "")
+    limited = any(source.max_tokens is not None for source in job.sources)
+    mixed = meter.source_tokens if job.batch.mixes_tokens else meter.samples
     head = (
         "source",
         "wanted",
@@ -116,21 +138,24 @@ def run_view(
         "quarantined",
         "dropped",
         *([f"{what} tokens"] if what else []),
+        *(["budget"] if limited else []),
     )
     rows = [
         (
             name,
             f"{w / meter.steps:.2%}",
-            f"{n / meter.samples.sum():.2%}",
+            f"{m / mixed.sum():.2%}",
             f"{n:,}",
             f"{t:,}",
             f"{s['quarantined']:,}",
             f"{s['dropped']:,}",
             *([tokens_lost(s["tokens"], s[f"{what}_tokens"])] if what else []),
+            *([budget_used(s)] if limited else []),
         )
-        for (name, s), w, n, t in zip(
+        for (name, s), w, m, n, t in zip(
             metrics["sources"].items(),
             meter.wanted,
+            mixed,
             meter.samples,
             meter.source_tokens,
             strict=False,
@@ -156,6 +181,7 @@ def run_view(
             + ", ".join(f"{k} {size(v)}" for k, v in memory.items()),
         ),
     ]
+    facts += [("stages", line.removeprefix("stage ")) for line in stage_lines(job)]
     facts += scaling_facts(metrics.get("scaling", {})) + placement_facts(
         metrics.get("placement", {})
     )
@@ -167,6 +193,14 @@ def run_view(
             *(Text(_quarantined(q)) for q in quarantine[-REASONS:]),
         ]
     return Group(*views)
+
+
+def budget_used(source: Mapping[str, Any]) -> str:
+    """Return, as text, the share of its token budget that a source has given; "" without one."""
+    if source["max_tokens"] is None:
+        return ""
+    used = f"{source['tokens'] / source['max_tokens']:.1%}"
+    return f"{used}, ended" if source["ended"] else used
 
 
 def tokens_lost(tokens: int, lost: int) -> str:
@@ -228,6 +262,7 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
         for r in reports
     ]
     views: list[RenderableType] = [grid(head, rows, 2), Text("")]
+    views += [Text(line) for line in stage_lines(job)]
     for r in reports:
         if r.format:
             columns = ", ".join(f"{name}: {kind}" for name, kind in r.schema.items()) or "none"
@@ -288,7 +323,7 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
         "cost / mean",
         "",
         "tokens",
-        "samples",
+        plan.row_kind,
         *(f"microbatch {m}" for m in range(cells)),
     )
     rows = [
@@ -310,9 +345,10 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     facts = [
         (
             "step",
-            f"{plan.step}: {len(plan):,} samples, {int(plan.tokens.sum()):,} tokens, "
+            f"{plan.step}: {len(plan):,} {plan.row_kind}, {int(plan.tokens.sum()):,} tokens, "
             f"placed by {strategy} on {job.place}",
         ),
+        *([("stage", stage)] if (stage := stage_of_step(job, plan.step)) else []),
         (
             "imbalance",
             f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; {limit(plan, i)}",
@@ -330,7 +366,8 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     table.columns[2].justify = "left"
     caption = [
         Text(
-            "tokens (samples) by microbatch" + (f"; not shown: {', '.join(more)}" if more else ""),
+            f"tokens ({plan.row_kind}) by microbatch"
+            + (f"; not shown: {', '.join(more)}" if more else ""),
             "dim",
         )
     ]

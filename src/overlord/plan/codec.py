@@ -19,6 +19,7 @@ from overlord.plan.plan import (
     MAX_BINS,
     MOST,
     OPTIONAL_COLUMNS,
+    PIECE_COLUMNS,
     SAMPLE_COLUMNS,
     Assignment,
     LoadingPlan,
@@ -58,6 +59,8 @@ def write(plan: LoadingPlan) -> bytes:
     if (place := plan.place) is not None:
         head["place"] = _mesh(place)
     head["columns"] = {n: put(getattr(plan, n)) for n in SAMPLE_COLUMNS}
+    if plan.offset is not None:
+        head["columns"] |= {n: put(getattr(plan, n)) for n in PIECE_COLUMNS}
     head["modules"] = {
         name: {n: getattr(a, n) for n in (*NUMBERS, "axis", "memory_capacity")}
         | {"broadcast": list(a.broadcast)}
@@ -69,13 +72,20 @@ def write(plan: LoadingPlan) -> bytes:
         columns_of = {n: getattr(tasks.table, n) for n in TABLE_COLUMNS}
         columns_of |= {"task": tasks.task, "end": tasks.end}
         head["tasks"] = {
-            "rules": asdict(tasks.rules),
+            "rules": _rules(tasks.rules),
             "offload_share": tasks.offload_share,
             "bound": tasks.bound,
             "columns": {n: put(column) for n, column in columns_of.items()},
         }
     text = json.dumps(head).encode()
     return MAGIC + struct.pack("<Q", len(text)) + text + b"".join(c.tobytes() for c in columns)
+
+
+def _rules(rules: TaskRules) -> dict[str, Any]:
+    found = asdict(rules)
+    if rules.virtual == 1:  # as plans before interleaved stages had it
+        del found["virtual"]
+    return found
 
 
 def _mesh(mesh: Mesh) -> dict[str, Any]:
@@ -123,6 +133,7 @@ def _read(data: bytes) -> LoadingPlan:
         return array
 
     columns: dict[str, Any] = {n: get(head["columns"][n]) for n in SAMPLE_COLUMNS}
+    columns |= {n: get(head["columns"][n]) for n in PIECE_COLUMNS if n in head["columns"]}
     modules = {}
     for name, m in head["modules"].items():
         items = {n: get(m["columns"][n]) for n in (*ITEM_COLUMNS, *OPTIONAL_COLUMNS)}
@@ -157,7 +168,7 @@ def _tasks(head: dict[str, Any], get: Callable[[list[Any] | None], np.ndarray | 
     }
     rules = TaskRules(**given)
     if (
-        min(rules.ranks, rules.stages, rules.count_multiple, rules.node) < 1
+        min(rules.ranks, rules.stages, rules.count_multiple, rules.node, rules.virtual) < 1
         or min(rules.capacity, rules.multiple) < 0
         or max(rules.ranks, rules.multiple, rules.node) > MAX_BINS
     ):

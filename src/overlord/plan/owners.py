@@ -5,7 +5,7 @@ mesh, plan and batch:
 
     whole microbatches             one owner has all tokens: the first rank of the bucket
     slices of context parallelism  the cp ranks of the bucket; a unit (a document, or the whole
-                                   microbatch, as ``Batch.cp_split`` says) has its chunks on them
+                                   microbatch, by ``Batch.cp_split``) has its chunks on them
     pieces on rings                the ranks of the sample's ring
 
 A holder has one owner for each microbatch: its rank at stage 0, and 0 along TP.

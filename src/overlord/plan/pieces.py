@@ -91,7 +91,7 @@ def _kept_tokens(plan: LoadingPlan, tasks: PlanTasks) -> np.ndarray:
 
 
 def check_tasks(plan: LoadingPlan, tasks: PlanTasks) -> None:
-    """Raise ``PlanError`` unless tasks are safe, and agree with the placement of the samples."""
+    """Raise ``PlanError`` unless tasks obey their rules and agree with the samples' placement."""
     a, step = plan.main, plan.step
     if a.axis not in AXES:
         raise PlanError(

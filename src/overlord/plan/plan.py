@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 MODULES = ("backbone", "encoder")  # modules that constructors deliver
 SAMPLE_COLUMNS = ("source", "epoch", "file", "row", "part", "tokens", "substep")
+# columns of pieces of samples (packing="concat"); None where every row is a whole sample
+PIECE_COLUMNS = ("offset", "remaining")
 ITEM_COLUMNS = ("sample", "bucket", "microbatch", "slot", "size", "cost")
 OPTIONAL_COLUMNS = ("memory", "out", "offset")  # columns of items; None where absent
 # microbatches over all buckets: far above any mesh, far below what would exhaust memory
@@ -109,6 +111,9 @@ class LoadingPlan:
     tokens: np.ndarray  # int64
     modules: Mapping[str, Assignment]
     substep: np.ndarray | None = None
+    # int64: tokens of the sample before and after the row's piece; ``tokens`` is that of the piece
+    offset: np.ndarray | None = None
+    remaining: np.ndarray | None = None
     place: Mesh | None = None  # the mesh of its buckets; None: a plan made by hand
     # JSON values for people (strategy name, target weights)
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -150,11 +155,29 @@ class LoadingPlan:
     def __repr__(self) -> str:
         a = self.main
         return (
-            f"LoadingPlan(step {self.step}, {len(self)} samples, {int(self.tokens.sum())} "
+            f"LoadingPlan(step {self.step}, {len(self)} {self.row_kind}, {int(self.tokens.sum())} "
             "tokens -> "
             f"{a.n_buckets} buckets x {a.n_microbatches} microbatches, imbalance "
             f"{self.imbalance()['bucket']:.3f})"
         )
+
+    @property
+    def row_kind(self) -> str:
+        """The name of a row for people: "samples", or "pieces" of samples (packing="concat")."""
+        return "samples" if self.offset is None else "pieces"
+
+    @property
+    def begun(self) -> np.ndarray:
+        """The source of each sample that begins in this step: a cut one counts once."""
+        return self.source if self.offset is None else self.source[self.offset == 0]
+
+    @property
+    def payload_tokens(self) -> np.ndarray:
+        """The tokens that a constructor receives for each row: int64.
+
+        A piece that its sample continues comes with the next token, the label of its last one.
+        """
+        return self.tokens if self.remaining is None else self.tokens + (self.remaining > 0)
 
     def sample_id(self, i: int) -> SampleId:
         return SampleId(
@@ -178,7 +201,7 @@ class LoadingPlan:
         n = len(self)
         columns = {
             label: column
-            for label in SAMPLE_COLUMNS
+            for label in (*SAMPLE_COLUMNS, *PIECE_COLUMNS)
             if (column := getattr(self, label)) is not None
         }
         if any(column.shape != (n,) for column in columns.values()):
@@ -193,9 +216,17 @@ class LoadingPlan:
         if n and not 0 <= int(self.source.min()) <= int(self.source.max()) < len(self.names):
             found = f"got {int(self.source.min())} to {int(self.source.max())}"
             raise PlanError(f"source: expected 0 to {len(self.names) - 1}, {found}", self.step)
-        if n and not 0 <= int(self.tokens.min()) <= int(self.tokens.max()) < MOST:
-            found = f"got {int(self.tokens.min())} to {int(self.tokens.max())}"
-            raise PlanError(f"tokens: expected 0 to {MOST - 1}, {found}", self.step)
+        for label in ("tokens", *PIECE_COLUMNS):
+            numbers = columns.get(label)
+            if n and numbers is not None:
+                low, high = int(numbers.min()), int(numbers.max())
+                if not 0 <= low <= high < MOST:
+                    found = f"got {low} to {high}"
+                    raise PlanError(f"{label}: expected 0 to {MOST - 1}, {found}", self.step)
+        if (self.offset is None) != (self.remaining is None):
+            raise PlanError(
+                "sample columns: expected offset and remaining together, got one of them", self.step
+            )
         for name, a in self.modules.items():
             self._validate_columns(name, a)
             self._validate_served(name, a)
@@ -374,7 +405,9 @@ class LoadingPlan:
         if shared.any():
             i = int(sample[int(shared.argmax())])
             raise PlanError(
-                f"module {name!r}: two items of sample {self.sample_id(i)} share a token", self.step
+                f"module {name!r}: expected items without common tokens, got: two items of sample "
+                f"{self.sample_id(i)} share a token",
+                self.step,
             )
 
     def routes(
@@ -397,6 +430,8 @@ class LoadingPlan:
         """
         parts: list[str | np.ndarray] = [str(self.step), "\x1f".join(self.names)]
         parts += [self.source, self.epoch, self.file, self.row, self.part, self.tokens]
+        if self.offset is not None and self.remaining is not None:
+            parts += ["pieces", self.offset, self.remaining]
         for name, a in sorted(self.modules.items()):
             parts += [
                 name,

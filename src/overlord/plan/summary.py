@@ -215,8 +215,8 @@ def table(plan: LoadingPlan) -> str:
     mean = loads.sum() / a.n_buckets or 1.0
     lines = [
         repr(plan),
-        f"{'bucket':>6}  {'cost/mean':>9}  {'tokens':>9}  {'samples':>7}  tokens "
-        "(samples) by microbatch",
+        f"{'bucket':>6}  {'cost/mean':>9}  {'tokens':>9}  {plan.row_kind:>7}  tokens "
+        f"({plan.row_kind}) by microbatch",
     ]
     for b in range(min(a.n_buckets, 64)):
         cells = "  ".join(
@@ -300,8 +300,12 @@ def _loads(main: Assignment, batch: Batch, place: Mesh) -> tuple[np.ndarray, np.
     shape = (main.n_buckets, main.n_microbatches)
     counts = np.bincount(main.bins(), minlength=main.n_buckets * main.n_microbatches).reshape(shape)
     documents = np.maximum(counts, 1).sum(axis=1)
+    if batch.fixed:
+        documents = np.full(main.n_buckets, main.n_microbatches * batch.documents)
     if batch.layout == "padded":
         return documents * batch.context, documents
+    if batch.pads:
+        return np.full(main.n_buckets, main.n_microbatches * batch.context), documents
     tokens = np.bincount(main.bucket, weights=main.size, minlength=main.n_buckets).astype(np.int64)
     return tokens + (counts == 0).sum(axis=1) * batch.document_multiple(place), documents
 

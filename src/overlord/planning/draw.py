@@ -50,6 +50,8 @@ class Drawn:
     owed: tuple[int, ...]
     active: tuple[bool, ...]  # False: the source is exhausted or lost
     short: bool  # some source had too few samples
+    # chunks: exact tokens of each source, of which the last sample may have more
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,8 @@ def _earliest_due(
 
     Sample k (from 1) of source i is due at ``(k * UNIT - owed[i]) / weights[i]``.
     """
+    if (over := sum(musts) - n) < n:
+        return _without_latest(over, musts, weights, owed)
     counts = [0] * len(musts)
     heap = [(((UNIT - owed[i]) << SHIFT) // weights[i], i) for i, m in enumerate(musts) if m]
     heapq.heapify(heap)
@@ -135,6 +139,26 @@ def _earliest_due(
             heapq.heapreplace(
                 heap, (((UNIT * (counts[i] + 1) - owed[i]) << SHIFT) // weights[i], i)
             )
+        else:
+            heapq.heappop(heap)
+    return counts
+
+
+def _without_latest(
+    n: int, musts: list[int], weights: Sequence[int], owed: Sequence[int]
+) -> list[int]:
+    """Return ``musts`` without the n latest due; in a draw of tokens these are far fewer."""
+    counts = list(musts)
+    heap = [
+        (-(((UNIT * m - owed[i]) << SHIFT) // weights[i]), -i) for i, m in enumerate(musts) if m
+    ]
+    heapq.heapify(heap)
+    for _ in range(n):
+        i = -heap[0][1]
+        counts[i] -= 1
+        if counts[i]:
+            due = ((UNIT * counts[i] - owed[i]) << SHIFT) // weights[i]
+            heapq.heapreplace(heap, (-due, -i))
         else:
             heapq.heappop(heap)
     return counts
@@ -198,12 +222,18 @@ class Drawer:
         random: bool,
         seed: int,
         fill: bool,
+        exact_tokens: bool = False,
     ):
+        """Draw ``samples`` samples or ``tokens`` tokens a step, in ``draws`` sub-draws.
+
+        ``exact_tokens``: exactly that number of tokens, for which samples are cut.
+        """
         self._amount, self._in_tokens, self._draws = (
             samples or tokens or 0,
             tokens is not None,
             draws,
         )
+        self._exact_tokens = exact_tokens
         self._random, self._seed, self._fill = random, seed, fill
         self._whole: tuple[tuple[float, ...], tuple[bool, ...], list[int]] | None = None
 
@@ -217,6 +247,8 @@ class Drawer:
     ) -> Drawn | MissingSamples:
         """Return the draw of a step, or the samples that it lacks. The arguments do not change."""
         run = _DrawAccounts(step, tuple(weights), list(owed), list(active), fronts)
+        if self._exact_tokens:
+            return self._chunks(run)
         counts = []
         base, more = divmod(self._amount, self._draws)
         for k in range(self._draws):
@@ -268,6 +300,31 @@ class Drawer:
                 break
         return {}
 
+    def _chunks(self, run: _DrawAccounts) -> Drawn | MissingSamples:
+        """Draw exactly the step's tokens, as if every token were a sample."""
+        missing, n = self._amount, len(run.taken)
+        while missing > 0 and any(weights := self._weights(run)):
+            counts = draw_counts(missing, weights, run.owed)
+            missing, need = 0, dict[int, int]()
+            for i in (i for i, count in enumerate(counts) if count):
+                front, wanted = run.fronts[i], run.taken[i] + counts[i]
+                count, held = front.samples_for(0, wanted)
+                if held < wanted and not front.ended:
+                    need[i] = _estimate(front.ready, wanted - held, count, held)
+                    continue
+                if held < wanted:
+                    missing += wanted - held
+                    run.deactivate(i)
+                run.taken[i] = min(held, wanted)
+            if need:
+                return MissingSamples(need)
+            if not self._fill:
+                break
+        samples = tuple(run.fronts[i].samples_for(0, run.taken[i])[0] for i in range(n))
+        return Drawn(
+            (samples,), tuple(run.owed), tuple(run.active), run.short, tokens=tuple(run.taken)
+        )
+
     def _by_tokens(self, run: _DrawAccounts, amount: int) -> dict[int, int]:
         while amount > 0 and any(weights := self._weights(run)):
             for i, w in enumerate(weights):
@@ -279,9 +336,7 @@ class Drawer:
                 wanted = -(-run.owed[i] // UNIT)
                 count, held = run.fronts[i].samples_for(run.taken[i], wanted)
                 if held < wanted and not run.fronts[i].ended:
-                    need[i] = (ready := run.fronts[i].ready) + max(
-                        1, min(16 + ready, (wanted - held) * max(1, count) // max(1, held))
-                    )
+                    need[i] = _estimate(run.fronts[i].ready, wanted - held, count, held)
                     continue
                 run.taken[i] += count
                 run.owed[i] -= held * UNIT
@@ -293,6 +348,11 @@ class Drawer:
             if not self._fill:
                 break
         return {}
+
+
+def _estimate(ready: int, missing: int, count: int, held: int) -> int:
+    """Return the samples that must be ready if ``count`` samples have ``held`` tokens so far."""
+    return ready + max(1, min(16 + ready, missing * max(1, count) // max(1, held)))
 
 
 class _DrawAccounts:
@@ -369,6 +429,15 @@ class RankProgress(dict[int, int]):
 # ``first[i + 1] - 1``.
 
 HORIZON_STRIDE = 4  # groups by which the horizon advances
+
+
+def lacking(fronts: Sequence[Front], waiting: Mapping[int, int]) -> dict[int, int]:
+    """Return the number of samples that each source lacks for a draw that needs ``waiting``."""
+    return {
+        i: n - fronts[i].ready
+        for i, n in sorted(waiting.items())
+        if fronts[i].ready < n and not fronts[i].ended
+    }
 
 
 class LoaderRequests:

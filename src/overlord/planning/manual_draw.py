@@ -8,6 +8,7 @@ import numpy as np
 
 from overlord.checks import signature_problem
 from overlord.errors import PlanError
+from overlord.planning.cut_pieces import cut_pieces, piece_buffer
 from overlord.planning.draw import Drawer, Drawn
 from overlord.planning.schedule import Schedule, Weights, by_source
 from overlord.planning.selection import checked_scores
@@ -56,13 +57,21 @@ def draw_by_hand(
     tokens = buffer.column("tokens")
     assert isinstance(tokens, np.ndarray)
     rows = [np.flatnonzero(buffer.source == i) for i in range(len(buffer.names))]
+    chunks = buffer.batch.in_chunks
+    if chunks and (draw == "random" or look_ahead > 1):
+        raise PlanError(
+            'mix: expected draw="exact" and look_ahead=1 with packing="concat", got '
+            f"draw={draw!r} and look_ahead={look_ahead}",
+            buffer.step,
+        )
     drawer = Drawer(
-        samples=buffer.batch.samples,
-        tokens=buffer.batch.tokens,
+        samples=None if chunks else buffer.batch.samples,
+        tokens=buffer.batch.tokens_of_chunks if chunks else buffer.batch.tokens,
         draws=1,
         random=draw == "random",
         seed=seed,
         fill=True,
+        exact_tokens=chunks,
     )
     n = len(rows)
     drawn = drawer.draw(
@@ -74,11 +83,14 @@ def draw_by_hand(
         if rows
         else np.zeros(0, np.int64)
     )
-    found = replace(
-        buffer.take(shown),
-        wanted=drawn.counts,
-        weights=dict(zip(buffer.names, weights, strict=True)),
-    )
+    by_name = dict(zip(buffer.names, weights, strict=True))
+    if chunks:
+        samples = replace(buffer.take(shown), weights=by_name, drawn=True)
+        pieces = cut_pieces(
+            samples.source, tokens[shown], [0] * n, drawn.tokens, buffer.batch.context
+        )
+        return piece_buffer(samples, pieces)
+    found = replace(buffer.take(shown), wanted=drawn.counts, weights=by_name)
     if look_ahead == 1 or not hasattr(schedule, "prefer"):
         return found
     return replace(found, scores=checked_scores(schedule.prefer(buffer.step, found), found))

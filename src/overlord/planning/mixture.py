@@ -146,18 +146,22 @@ def last_step(event: Event) -> int:
     return event.last if isinstance(event, Skip) else event.at
 
 
-def latest(events: Sequence[Event], after: int, step: int) -> list[SetMixture]:
+def latest(
+    events: Sequence[Event], after: int, step: int, starts: Sequence[int] = ()
+) -> list[SetMixture]:
     """Return the SetMixture in force at ``step``, in a list that is empty if there is none.
 
     Only changes with ``after`` < ``at`` <= ``step`` count. The one with the highest ``at`` is in
-    force; of equals, the one added last.
+    force; of equals, the one added last. ``starts``: first steps of stages with a mixture of their
+    own, which end the changes before them.
     """
+    after = max(after, max((first for first in starts if first <= step), default=0) - 1)
     changes = [e for e in events if isinstance(e, SetMixture) and after < e.at <= step]
     return sorted(changes, key=lambda e: e.at)[-1:]
 
 
 def still_in_force(
-    events: Sequence[Event], step: int, mix_step: int, lag: int = 0
+    events: Sequence[Event], step: int, mix_step: int, lag: int = 0, starts: Sequence[int] = ()
 ) -> tuple[Event, ...]:
     """Return the events that still have an effect after a step.
 
@@ -174,8 +178,8 @@ def still_in_force(
     return (
         *added_sources(events),
         *lost_sources(events),
-        *latest(events, -1, mix_step),
-        *latest(events, mix_step, step),
+        *latest(events, -1, mix_step, starts),
+        *latest(events, mix_step, step, starts),
         *coming,
     )
 
@@ -268,7 +272,11 @@ def with_added_sources(state: StreamState, n: int) -> StreamState:
             name: np.concatenate([c, np.zeros(more, np.int64)]) for name, c in state.counts.items()
         },
         ahead=(*state.ahead, *(np.zeros(0, np.int32),) * more) if state.ahead else (),
+        cut=(*state.cut, *(0,) * more) if state.cut else (),
     )
+
+
+MANY_EVENTS = 8  # number of events at which old ones are dropped
 
 
 class EventLog:
@@ -281,12 +289,16 @@ class EventLog:
         self._unheard: dict[tuple[int, int], Report] = {}
         self._many = 64  # number of reports at which old ones are dropped
 
-    def add(self, event: Event, first: int) -> None:
-        """Add an event, and drop events whose last step is before ``first``.
+    def add(self, event: Event, first: Callable[[], int]) -> None:
+        """Add an event; of many, drop those that every state contains.
 
-        ``first``: the lowest step of any client's state. Its state contains the dropped events.
+        ``first``: returns the lowest step of any client's state. Events whose last step is before
+        it are dropped.
         """
-        self._events = (*(e for e in self._events if last_step(e) >= first), event)
+        if len(self._events) >= MANY_EVENTS:
+            step = first()
+            self._events = tuple(e for e in self._events if last_step(e) >= step)
+        self._events += (event,)
 
     def report(self, report: Report, first: int) -> None:
         """Add a report that came in time, and sometimes drop reports too old for any state.
@@ -372,8 +384,10 @@ class Mixture:
         takes_feedback: bool,
         state: StreamState,
         floor: int = 0,
+        starts: Sequence[int] = (),
     ):
-        self._schedule, self._every = schedule, every
+        """Start at ``state``; ``starts``: first steps of stages with a mixture of their own."""
+        self._schedule, self._every, self.starts = schedule, every, tuple(starts)
         self._fixed = isinstance(schedule, Mapping)
         self._stateful = not self._fixed and has_state(schedule)
         if self._stateful and state.schedule is not None:
@@ -441,7 +455,7 @@ class Mixture:
         )
 
     def _weigh(self, state: StreamState, own: Mapping[str, float]) -> list[float]:
-        change = latest(state.events, -1, state.step)
+        change = latest(state.events, -1, state.step, self.starts)
         given = change[0].weights if change else self._scheduled
         here = tuple(e.name for e in added_sources(state.events) if e.at <= state.step)
         if (
@@ -471,7 +485,7 @@ class Mixture:
 
         A user's schedule is called once for every step, in order, so it is not called in advance.
         """
-        change = latest(state.events, -1, step)
+        change = latest(state.events, -1, step, self.starts)
         if not change and (
             self._every == "epoch" or not (self._fixed or follows_from_step(self._schedule))
         ):
@@ -503,6 +517,11 @@ class Mixture:
         """Extend the weights to n sources; added sources have weight 0 until the next update."""
         self.weights = [*self.weights, *(0.0,) * (n - len(self.weights))] if self.weights else []
 
+    def still_in_force(self, state: StreamState) -> tuple[Event, ...]:
+        """Return the events that still have an effect after the state's step."""
+        events, step = state.events, state.step
+        return still_in_force(events, step, state.mix_step, self._lag, self.starts)
+
     def saved(self) -> dict[str, Any]:
         """Return the fields of a StreamState that the mixture sets after a planned step."""
         weights = tuple(self.weights) if self._every == "epoch" else ()
@@ -524,7 +543,7 @@ class Mixture:
         try:
             made: dict[str, Any] = json.loads(json.dumps(state, allow_nan=False))
         except (TypeError, ValueError) as e:
-            problem = f"the schedule's state_dict() is not plain JSON: {e}"
+            problem = f"schedule: expected plain JSON from state_dict(), got another value: {e}"
             raise PlanError(
                 problem, self._called, "return only numbers, text, lists and dicts"
             ) from None

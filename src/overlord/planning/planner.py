@@ -35,7 +35,9 @@ from overlord.messages.control import (
     StreamState,
 )
 from overlord.messages.data import Announce, DecodeFailures
-from overlord.planning.draw import Drawer, LoaderRequests, MissingSamples, RankProgress
+from overlord.planning.budgets import check_begun, fronts_of, is_reached, limited
+from overlord.planning.chunks import place_chunks
+from overlord.planning.draw import LoaderRequests, MissingSamples, RankProgress, lacking
 from overlord.planning.mixture import (
     Feedback,
     Mixture,
@@ -43,11 +45,11 @@ from overlord.planning.mixture import (
     checked_change,
     lost_sources,
     skipped,
-    still_in_force,
     with_added_sources,
 )
 from overlord.planning.selection import counts_of
 from overlord.planning.spec import (
+    DrawerByStep,
     Ledger,
     LostSources,
     NewSource,
@@ -56,7 +58,7 @@ from overlord.planning.spec import (
     initial_state,
     without_lost,
 )
-from overlord.planning.status import PlannerStatus, check_accounts, lacking, ready_buffer
+from overlord.planning.status import PlannerStatus, check_accounts, ready_buffer
 from overlord.planning.step import LookAheadPool, PlacedStep, StepContext, place_chosen, place_drawn
 from overlord.sample import Buffer
 
@@ -100,14 +102,7 @@ class Planner:
         )
         # generation of the loaders of each source; restarting a source adds one
         self._generations = [generation] * len(spec.sources)
-        self._drawer = Drawer(
-            samples=spec.batch.samples,
-            tokens=spec.batch.tokens,
-            draws=spec.batch.microbatches if spec.mix_every == "microbatch" else 1,
-            random=spec.draw == "random",
-            seed=spec.seed,
-            fill=spec.until != "first",
-        )
+        self._drawers = DrawerByStep(spec)
         self._consumed = RankProgress()  # rank -> last step it took
         self._outstanding: list[int] = []  # planned steps that some rank has not taken
         self._waiting: dict[int, int] = {}  # source -> samples the blocked draw needs
@@ -128,6 +123,7 @@ class Planner:
             takes_feedback=spec.takes_feedback,
             state=state,
             floor=floor,
+            starts=spec.mixture_starts,
         )
         self._weights: list[float] = self._mixture.weights
         self.ledger = Ledger(state, len(spec.sources))
@@ -195,6 +191,11 @@ class Planner:
         return list(self._weights)
 
     @property
+    def active(self) -> tuple[bool, ...]:
+        """Whether each source still takes part, in source order; not if it ended or was lost."""
+        return self._state.active
+
+    @property
     def feedback(self) -> dict[str, int]:
         """Counts of received, used, late and pending reports."""
         return self._mixture.feedback.counts()
@@ -247,9 +248,10 @@ class Planner:
         """Return a buffer of all ready samples that no step has drawn, for experiments."""
         return ready_buffer(self._streams, self._pool, self._context())
 
-    def lacking_sources(self) -> list[str]:
-        """Return the names of the sources whose samples the next step waits for."""
-        return list(lacking(self._streams, self._waiting))
+    def lacking_sources(self) -> dict[str, int]:
+        """Return the number of samples that the next step waits for, by source."""
+        found = lacking(self._streams, self._waiting)
+        return {self._streams[i].name: n for i, n in found.items()}
 
     def waiting_for(self) -> str:
         """Describe what blocks the next plan."""
@@ -262,7 +264,7 @@ class Planner:
         return PlannerStatus(
             step=self._state.step,
             finished=self._finished,
-            lacking=lacking(self._streams, self._waiting),
+            lacking=self.lacking_sources(),
             slowest=slow if full else None,
             prefetch=self.spec.prefetch,
         )
@@ -459,13 +461,15 @@ class Planner:
         if self._pool and (need := self._pool.restore(self._streams, first, self.ledger)):
             return self._wait(need)
         self._mix()
-        state = self._state
+        state, drawn_tokens = self._state, self.ledger.tokens.tolist()
         while True:
-            fronts = self._pool.fronts(self._streams) if self._pool else self._streams
-            drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, fronts)
+            fronts = fronts_of(spec, state, self._streams, self._pool, drawn_tokens)
+            drawer, accounts = self._drawers.at(state.step), (state.owed, state.active)
+            drawn = drawer.draw(state.step, self._weights, *accounts, fronts)
             if isinstance(drawn, MissingSamples):
                 pulled = self._pool.open if self._pool else lambda i: 0
                 return self._wait({i: n - pulled(i) for i, n in drawn.need.items()})
+            check_begun(spec, state.active, drawn, drawn_tokens, self._streams)
             if any(map(sum, drawn.counts)):
                 break
             # Nothing was drawn: the job ends, or earlier long samples have used up the tokens.
@@ -477,15 +481,16 @@ class Planner:
             ):
                 return self._finish(all_lost(state, self._weights, spec.sources))
         if self._pool:
-            counts = counts_of(drawn.counts, spec.look_ahead)
+            counts = limited(counts_of(drawn.counts, spec.look_ahead), fronts)
             if need := self._pool.pull(counts, self._streams, first, self.ledger):
                 return self._wait(need)
         self._waiting = {}
-        planned = self._close_step(
-            place_chosen(self._context(), drawn, self._pool, self._demand)
-            if self._pool
-            else place_drawn(self._context(), drawn, self._streams, self._demand, self.ledger)
-        )
+        if self._pool:
+            place = place_chunks if drawn.tokens else place_chosen
+            placed = place(self._context(), drawn, counts, self._pool, self._demand)
+        else:
+            placed = place_drawn(self._context(), drawn, self._streams, self._demand, self.ledger)
+        planned = self._close_step(placed)
         if not planned.skipped:
             self._outstanding.append(planned.plan.step)
         return [planned, *self._demand.keep_ahead(np.sum(drawn.counts, axis=0))]
@@ -538,10 +543,14 @@ class Planner:
         """Quarantine the failed rows after the last samples of sources that become inactive.
 
         ``active`` is the new value of each source. Inactive sources are never read again, not even
-        after a restart.
+        after a restart. The rows after a token budget are no part of the job.
         """
         for i, (was, stays) in enumerate(zip(self._state.active, active, strict=True)):
-            if was and not stays:
+            if not was or stays:
+                continue
+            drawn, ready = int(self.ledger.tokens[i]), self._streams[i].ready
+            ready += self._pool.open(i) if self._pool else 0
+            if not is_reached(self.spec.sources[i], drawn, ready):
                 self.ledger.list_bad(i, self._streams[i].last_failures())
 
     def _mix(self) -> None:
@@ -568,8 +577,9 @@ class Planner:
             owed=step.owed,
             active=step.active,
             counts=self.ledger.counts(),
-            events=still_in_force(state.events, state.step, state.mix_step, self._mixture.lag),
+            events=self._mixture.still_in_force(state),
             ahead=() if self._pool is None else self._pool.ages(),
+            cut=step.cut,
             **self._mixture.saved(),
         )
         digest = plan.digest()

@@ -45,15 +45,6 @@ class PlannerStatus:
         return f"the plan of step {self.step}"
 
 
-def lacking(streams: Sequence[SourceStream], waiting: Mapping[int, int]) -> dict[str, int]:
-    """Return the number of samples that each source lacks for a draw that needs ``waiting``."""
-    return {
-        streams[i].name: n - streams[i].ready
-        for i, n in sorted(waiting.items())
-        if streams[i].ready < n and not streams[i].ended
-    }
-
-
 def ready_buffer(
     streams: Sequence[SourceStream], pool: LookAheadPool | None, context: StepContext
 ) -> Buffer:
@@ -70,7 +61,7 @@ def ready_buffer(
     pieces += [(i, piece) for i, stream in enumerate(streams) for piece in stream.ahead()]
     if not pieces or not weights:
         nothing: dict[str, dict[str, Any]] = {name: {"tokens": []} for name in spec.names}
-        return Buffer.from_columns(nothing, batch=spec.batch, step=state.step)
+        return Buffer.from_columns(nothing, batch=context.batch, step=state.step)
     source = np.repeat([i for i, _ in pieces], [p.stop - p.start for _, p in pieces])
     rows = np.concatenate(
         [held.rows if held else np.zeros(0, np.int64), np.arange(first, len(source))]

@@ -9,18 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from overlord.errors import PlanError
-from overlord.mesh import BUCKET_AXES, Mesh
+from overlord.mesh import BUCKET_AXES, Batch, Mesh
 from overlord.messages.control import StreamState
 from overlord.plan.module_ranks import check_padding
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.draw import Drawn, LoaderRequests, owed_after, step_positions
 from overlord.planning.images import check_images
 from overlord.planning.mixture import sources_of_step
-from overlord.planning.selection import check_choice, checked_scores, counts_of, rows_of
+from overlord.planning.selection import check_choice, checked_scores, rows_of
+from overlord.planning.shapes import candidate_order, check_shapes
 from overlord.planning.spec import Ledger, PlannerSpec
+from overlord.planning.stage_cuts import cut_samples
 from overlord.planning.stream import SourceStream, StreamPiece, step_meta
 from overlord.planning.valid_tokens import valid_tokens
-from overlord.sample import LOSS_WEIGHTS, Buffer, Ragged, take_rows
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Buffer, Ragged, take_rows
 
 # ----------------------------------------------------------------------------
 # Convert stream pieces into the buffer of a strategy, and check the plan that it returns.
@@ -73,6 +75,11 @@ class StepContext(NamedTuple):
     state: StreamState
     weights: Sequence[float]
 
+    @property
+    def batch(self) -> Batch:
+        """The batch of the step."""
+        return self.spec.batch_at(self.state.step)
+
 
 def gather(
     pieces: PieceColumns, order: np.ndarray, substep: np.ndarray | None, context: StepContext
@@ -94,7 +101,7 @@ def gather(
         row=pieces.row[order].astype(np.int64),
         part=pieces.part[order].astype(np.int32),
         meta=meta,
-        batch=spec.batch,
+        batch=context.batch,
         step=state.step,
         drawn=True,
         substep=substep,
@@ -139,6 +146,8 @@ def check_plan(plan: Any, buffer: Buffer, place: Mesh) -> None:
             raise PlanError(problem, buffer.step, f'call .distribute("{axis}")')
         if plan.main.on is not None:
             check_padding(place, plan.main.on, buffer.batch, buffer.step)
+        if buffer.batch.fixed:
+            check_shapes(plan, buffer.batch, place)
     if plan.place is not None and plan.place != place:  # other ranks would fetch the buckets
         raise PlanError(
             f"strategy: expected a plan for {place}, got one for {plan.place}",
@@ -326,6 +335,13 @@ class LookAheadPool:
             record.number[rows] = mine
         return np.bincount(loader, minlength=n_loaders)
 
+    def open_tokens(self, i: int) -> np.ndarray:
+        """Return the lengths of a source's samples that no step has taken, in stream order."""
+        record = self._records[i]
+        tokens = step_meta(record.pieces)["tokens"] if record.pieces else np.zeros(0, np.int64)
+        assert isinstance(tokens, np.ndarray)
+        return tokens[record.age != TAKEN]
+
     def candidates(self, counts: Sequence[int]) -> Candidates:
         """Return the first ``counts[i]`` samples of each source in the pool that no step took."""
         sources = [i for i, n in enumerate(counts) if n]
@@ -460,6 +476,7 @@ class PlacedStep(NamedTuple):
     owed: tuple[int, ...]
     active: tuple[bool, ...]
     kept: np.ndarray | None = None  # payload rows that stay held; None: nothing is ever held
+    cut: tuple[int, ...] = ()  # chunks: ``StreamState.cut`` after the step
     valid_tokens: int | float = 0
 
 
@@ -485,6 +502,13 @@ def place_drawn(
     joint = PieceColumns(pieces)
     buffer = gather(joint, order, substep, context)
     loader = joint.holders(demand.first)[order]
+    cut = cut_samples(buffer, spec.cut_samples) if spec.cut_samples else None
+    if LOSS_RUNS in buffer.meta:  # only of use for cuts
+        own = {name: column for name, column in buffer.meta.items() if name != LOSS_RUNS}
+        buffer = replace(buffer, meta=own)
+    if cut is not None:
+        buffer = cut.buffer
+        ledger.count_truncated(cut.truncated, cut.lost)
     plan = spec.strategy(buffer, spec.place)
     check_plan(plan, buffer, spec.place)
     check_samples(plan, buffer)
@@ -496,34 +520,47 @@ def place_drawn(
     by_stream = np.lexsort((order, loader))
     doc = np.empty(len(loader), np.int64)
     doc[by_stream] = np.arange(len(loader))
+    if cut is not None:
+        doc, loader = doc[cut.sample], loader[cut.sample]
     cursors = joint.cursors_after(context.state.cursors)
-    valid = valid_tokens(plan, buffer.meta.get(LOSS_WEIGHTS), spec.images)
+    labels = "shifted" if cut is None else context.batch.labels
+    valid = valid_tokens(plan, buffer.meta.get(LOSS_WEIGHTS), spec.images, labels)
     return PlacedStep(
         plan, pops, doc, loader, cursors, drawn.owed, drawn.active, valid_tokens=valid
     )
 
 
 def place_chosen(
-    context: StepContext, drawn: Drawn, pool: LookAheadPool, demand: LoaderRequests
+    context: StepContext,
+    drawn: Drawn,
+    counts: Sequence[int],
+    pool: LookAheadPool,
+    demand: LoaderRequests,
 ) -> PlacedStep:
     """Let the strategy choose among the pool's candidates, or defer samples that do not fit.
+
+    ``counts``: the number of candidates of each source, if the pool has as many.
 
     Raise ``PlanError`` for an invalid plan.
     """
     spec, state = context.spec, context.state
     pops = pool.number(demand.n_loaders)
-    candidates = pool.candidates(counts_of(drawn.counts, spec.look_ahead))
-    order, substep = step_positions(drawn.counts)
-    shown = np.arange(len(candidates.rows)) if spec.look_ahead > 1 else order
+    candidates = pool.candidates(counts)
     pieces = PieceColumns(candidates.pieces)
-    buffer = gather(
-        pieces, candidates.rows[shown], substep if spec.look_ahead == 1 else None, context
-    )
+    chooses, substep = spec.look_ahead > 1 and not spec.batch.defers, None
+    if spec.batch.defers:
+        source = np.repeat(pieces.where, pieces.sizes)[candidates.rows]
+        shown = candidate_order(source, np.sum(drawn.counts, axis=0).tolist())
+    elif chooses:
+        shown = np.arange(len(candidates.rows))
+    else:
+        shown, substep = step_positions(drawn.counts)
+    buffer = gather(pieces, candidates.rows[shown], substep, context)
     loader = pieces.holders(demand.first)[candidates.rows[shown]]
     buffer = replace(
         buffer, age=candidates.age[shown], max_age=spec.max_age, overflow=spec.overflow
     )
-    if spec.look_ahead > 1:
+    if chooses:
         buffer = replace(buffer, drawn=False, wanted=drawn.counts)
         if spec.consume is not None:
             chosen = spec.consume(buffer)
@@ -549,4 +586,6 @@ def place_chosen(
     owed = owed_after(drawn.owed, left, context.weights, active) if any(left) else drawn.owed
     weights = buffer.meta.get(LOSS_WEIGHTS)
     valid = valid_tokens(plan, None if weights is None else take_rows(weights, rows), spec.images)
-    return PlacedStep(plan, pops, doc, loader[rows], cursors, owed, active, kept, valid)
+    return PlacedStep(
+        plan, pops, doc, loader[rows], cursors, owed, active, kept, valid_tokens=valid
+    )

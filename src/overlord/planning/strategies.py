@@ -21,14 +21,8 @@ from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.balance.binpack import cut_inside
 from overlord.planning.balance.hybrid_rules import check_arguments
 from overlord.planning.cost import CostFn, fingerprint_of, named
-from overlord.planning.cost.of_model import (
-    DENSE_12B,
-    RING_12B,
-    VIT_1B,
-    encoder_of,
-    of_model,
-    ring_of,
-)
+from overlord.planning.cost.models import DENSE_12B, VIT_1B, encoder_of, of_model
+from overlord.planning.cost.on_rings import RING_12B, ring_of
 from overlord.planning.graph.dgraph import DGraph
 from overlord.planning.images import PER
 from overlord.planning.selection import hold_long
@@ -49,6 +43,8 @@ def vanilla(buffer: Buffer, place: Mesh) -> LoadingPlan:
 def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
     """Divide the stream into microbatches of about equal tokens, and give them to ranks in turn."""
     graph, n, context = _samples(buffer, place), place.n_buckets("DP"), buffer.batch.context
+    if buffer.chunk is not None:  # the stream is cut evenly already
+        return _plan(graph.balance("none"))
     graph.check_sizes(context)
     sizes = graph.sizes()
     m = max(
@@ -333,15 +329,15 @@ class RawPlan:
         columns: dict[str, Any] = Columns(
             {n: getattr(buffer, n) for n in IDS} | dict(buffer.meta), buffer.step
         )
-        if buffer.substep is not None:
-            columns["substep"] = buffer.substep
+        columns |= {n: c for n in ("substep", "chunk") if (c := getattr(buffer, n)) is not None}
         result = self._checked(
             self.fn(columns, place, buffer.batch, buffer.step), buffer, place.n_buckets(self.axis)
         )
         if "cost" in result:
             graph = graph.cost(lambda _: result["cost"])
         graph.check_sizes(buffer.batch.context)
-        microbatches = max(buffer.batch.microbatches, int(result["microbatch"].max(initial=0)) + 1)
+        least = buffer.batch.least_microbatches(place.n_buckets(self.axis))
+        microbatches = max(least, int(result["microbatch"].max(initial=0)) + 1)
         found = ItemPlacement(
             bucket=result["bucket"],
             microbatch=result["microbatch"],

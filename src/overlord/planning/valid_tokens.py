@@ -11,7 +11,9 @@ from overlord.planning.images import ENCODER
 from overlord.sample import Column, Ragged
 
 
-def valid_tokens(plan: LoadingPlan, weights: Column | None, images: bool) -> int | float:
+def valid_tokens(
+    plan: LoadingPlan, weights: Column | None, images: bool, labels: str = "shifted"
+) -> int | float:
     """Return the sum of the weights of all labels of a step, over all ranks.
 
     ``weights``: metadata ``loss_weights`` of the plan's samples; a sample without an entry has the
@@ -19,20 +21,21 @@ def valid_tokens(plan: LoadingPlan, weights: Column | None, images: bool) -> int
     It is an int if it is whole. ``images``: whether the job's images are encoded.
     """
     if not isinstance(weights, Ragged) or not len(weights.values):
-        return labels_of(plan, np.ones(len(plan), bool), images)
+        return labels_of(plan, np.ones(len(plan), bool), images, labels)
     flat = weights.values[weights.offsets[0] : weights.offsets[-1]]
-    plain = labels_of(plan, weights.lengths == 0, images)
+    plain = labels_of(plan, weights.lengths == 0, images, labels)
     found = fsum([*flat.tolist(), plain])
     return int(found) if found.is_integer() else found
 
 
-def labels_of(plan: LoadingPlan, plain: np.ndarray, images: bool) -> int:
+def labels_of(plan: LoadingPlan, plain: np.ndarray, images: bool, labels: str = "shifted") -> int:
     """Return the number of labels of those samples of a plan that the mask ``plain`` marks.
 
     Every token is a label except the first of each document and placeholders of images, which are
-    not predicted.
+    not predicted. A shifted label may be the token after a piece of a sample.
     """
-    found = int(np.maximum(plan.tokens[plain] - 1, 0).sum())
+    tokens = plan.payload_tokens if labels == "shifted" else plan.tokens
+    found = int(np.maximum(tokens[plain] - 1, 0).sum())
     a = plan.modules.get(ENCODER) if images else None
     if a is None or a.out is None or a.offset is None:
         return found

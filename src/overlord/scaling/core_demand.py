@@ -1,7 +1,7 @@
 """CPU cores that sources need, and cores that their loader workers (``hosts``) have for them.
 
 This module is pure. A worker has two resources: its threads and one interpreter lock. A source uses
-both; it uses the lock only for its locked part (``loader_placement.py``). The *room* of a worker
+both; it uses the lock only for its locked part. The *room* of a worker
 for a source is the number of cores that the source can use there.
 """
 
@@ -11,7 +11,59 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from overlord.scaling.loader_placement import usable_cores
+# ----------------------------------------------------------------------------
+# CPU cores that the threads of one process can use, given the interpreter lock (GIL).
+#
+# Python code holds the lock while it runs; pyarrow, tokenizers, zstd and large numpy copies
+# release it. The *locked part* of a source is the share of its CPU time under the lock: 1 for
+# plain Python, 0 for code that always releases it. Amdahl's law gives the cores that its threads
+# can use in one process. Before a source runs, the part is an assumption; afterwards it is
+# measured. Decision record 0022 has the reasons.
+
+# threads of a process that can be busy concurrently; more threads only wait for the lock
+THREADS = 8
+SECOND = 0.9  # part of a core that the second thread of a process, and each further one, adds
+# least work items in progress per process: with fewer, threads do not compete for the lock
+LEAST_IN_PROGRESS = 1.5
+# least busy cores per process: with fewer, threads wait for storage or other programs
+SATURATED = 0.75
+
+
+def cores_of_threads(threads: float) -> float:
+    """Return the CPU cores that threads of one process use if their code releases the lock."""
+    return 1 + SECOND * (min(threads, THREADS) - 1)
+
+
+def locked_part(cost_s: float, free_s: float) -> float:
+    """Return the assumed share of a source's CPU time that runs under the interpreter lock.
+
+    ``cost_s``: all CPU seconds of a sample. ``free_s``: those in code that is known to release the
+    lock.
+    """
+    return max(0.0, 1 - free_s / cost_s) if cost_s > 0 else 0.0
+
+
+def measured_part(in_progress: float, cores: float) -> float | None:
+    """Return the locked part by the Karp-Flatt metric; None if the lock did not limit the work.
+
+    ``in_progress``: mean number of work items in progress in one process. ``cores``: mean number of
+    cores that they kept busy. On a machine without idle cores the result is too high.
+    """
+    if in_progress < LEAST_IN_PROGRESS or cores < SATURATED:
+        return None
+    return min(1.0, max(0.0, (in_progress / cores - 1) / (in_progress - 1)))
+
+
+def usable_cores(lanes: float, locked: float) -> float:
+    """Return the CPU cores that one process can use for a source, by Amdahl's law.
+
+    ``lanes``: cores that its threads could use without a lock. ``locked``: the locked part.
+    """
+    return lanes / (1 + locked * (lanes - 1))
+
+
+# ----------------------------------------------------------------------------
+# The demand of sources, and the room of workers.
 
 # least room of a worker for a source that it reads, as a share of its room without other sources
 LEAST_ROOM = 0.1

@@ -17,104 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 
-# ----------------------------------------------------------------------------
-# CPU cores that the threads of one process can use, given the interpreter lock (GIL).
-#
-# Python code holds the lock while it runs; pyarrow, tokenizers, zstd and large numpy copies
-# release it. The *locked part* of a source is the share of its CPU time under the lock: 1 for
-# plain Python, 0 for code that always releases it. Amdahl's law gives the cores that its threads
-# can use in one process. Before a source runs, the part is an assumption; afterwards it is
-# measured. Decision record 0022 has the reasons.
-
-# threads of a process that can be busy concurrently; more threads only wait for the lock
-THREADS = 8
-SECOND = 0.9  # part of a core that the second thread of a process, and each further one, adds
-# least work items in progress per process: with fewer, threads do not compete for the lock
-LEAST_IN_PROGRESS = 1.5
-# least busy cores per process: with fewer, threads wait for storage or other programs
-SATURATED = 0.75
-
-
-def cores_of_threads(threads: float) -> float:
-    """Return the CPU cores that threads of one process use if their code releases the lock."""
-    return 1 + SECOND * (min(threads, THREADS) - 1)
-
-
-def locked_part(cost_s: float, free_s: float) -> float:
-    """Return the assumed share of a source's CPU time that runs under the interpreter lock.
-
-    ``cost_s``: all CPU seconds of a sample. ``free_s``: those in code that is known to release the
-    lock.
-    """
-    return max(0.0, 1 - free_s / cost_s) if cost_s > 0 else 0.0
-
-
-def measured_part(in_progress: float, cores: float) -> float | None:
-    """Return the locked part by the Karp-Flatt metric; None if the lock did not limit the work.
-
-    ``in_progress``: mean number of work items in progress in one process. ``cores``: mean number of
-    cores that they kept busy. On a machine without idle cores the result is too high.
-    """
-    if in_progress < LEAST_IN_PROGRESS or cores < SATURATED:
-        return None
-    return min(1.0, max(0.0, (in_progress / cores - 1) / (in_progress - 1)))
-
-
-def usable_cores(lanes: float, locked: float) -> float:
-    """Return the CPU cores that one process can use for a source, by Amdahl's law.
-
-    ``lanes``: cores that its threads could use without a lock. ``locked``: the locked part.
-    """
-    return lanes / (1 + locked * (lanes - 1))
-
+from overlord.scaling.profile import SourceLoad
 
 # Measured: a source took 6 MB where 12 processes had 25 sources each, and 71 MB where each of 100
 # sources had its own process. The 12 processes started 25 times faster.
 SOURCES_PER_HOST = 25
 NAMED = 4  # most sources that the text of a worker names
 CLOSE = 1e-9  # smaller differences, in cores, are rounding errors
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceLoad:
-    """The expected work and memory of one source, before the job starts."""
-
-    name: str
-    share: float  # share of the mixture
-    # work of reading and transforming, in any unit that is the same for all sources
-    cost: float
-    memory: int  # bytes of file state and buffers
-    max_loaders: int = 1  # more loaders would have no work
-    # bytes of file state, part of ``memory``; every worker with a loader of the source holds them
-    state: int = 0
-    # number of shards if the source may be scaled later
-    shares: int = 1
-    # CPU seconds per sample in code that is known to release the interpreter lock; the rest is
-    # assumed to hold it
-    free_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        if not (
-            0 <= self.cost < math.inf
-            and 0 <= self.share < math.inf
-            and self.memory >= 0
-            and self.max_loaders >= 1
-            and self.state >= 0
-            and self.free_s >= 0
-        ):
-            raise ValueError(
-                f"load of source {self.name!r}: expected finite share and cost, max_loaders of at "
-                f"least 1, and no negative number, got {self}; "
-                "profile the source again (overlord profile)"
-            )
-
-    @property
-    def locked(self) -> float:
-        """The locked part: the share of the cost that is assumed to hold the interpreter lock.
-
-        The cost must be in CPU seconds per sample that the mixture draws.
-        """
-        return locked_part(self.cost / self.share, self.free_s) if self.share else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,12 +21,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from overlord.scaling.loader_placement import (
-    LoaderPlacement,
-    SourceLoad,
-    cores_of_threads,
-    place_loaders,
-)
+from overlord.scaling.core_demand import cores_of_threads
+from overlord.scaling.loader_placement import LoaderPlacement, place_loaders
+from overlord.scaling.profile import SourceLoad
 
 # ----------------------------------------------------------------------------
 # Clusters of sources of similar cost, and the resource level of each: stages 1 and 2 of the

@@ -1,4 +1,4 @@
-"""Profiles of sources, with the measured cost of a sample, and the memory budget of a job.
+"""Costs of sources, measured (profiles) and expected (loads), and the memory budget of a job.
 
 This module is pure.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from overlord.hashing import digest
+from overlord.scaling.core_demand import locked_part
 
 # ----------------------------------------------------------------------------
 # Profiles of sources: the tuple (P, T, M) of the Overlord paper (arXiv 2504.09844), section 5.1,
@@ -239,6 +240,52 @@ def _is_number(value: object) -> bool:
 
 
 PROFILE = "profile.json"  # name of the profile's file in a journal
+
+
+# ----------------------------------------------------------------------------
+# The expected load of a source, from its profile or from an estimate.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceLoad:
+    """The expected work and memory of one source, before the job starts."""
+
+    name: str
+    share: float  # share of the mixture
+    # work of reading and transforming, in any unit that is the same for all sources
+    cost: float
+    memory: int  # bytes of file state and buffers
+    max_loaders: int = 1  # more loaders would have no work
+    # bytes of file state, part of ``memory``; every worker with a loader of the source holds them
+    state: int = 0
+    # number of shards if the source may be scaled later
+    shares: int = 1
+    # CPU seconds per sample in code that is known to release the interpreter lock; the rest is
+    # assumed to hold it
+    free_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (
+            0 <= self.cost < math.inf
+            and 0 <= self.share < math.inf
+            and self.memory >= 0
+            and self.max_loaders >= 1
+            and self.state >= 0
+            and self.free_s >= 0
+        ):
+            raise ValueError(
+                f"load of source {self.name!r}: expected finite share and cost, max_loaders of at "
+                f"least 1, and no negative number, got {self}; "
+                "profile the source again (overlord profile)"
+            )
+
+    @property
+    def locked(self) -> float:
+        """The locked part: the share of the cost that is assumed to hold the interpreter lock.
+
+        The cost must be in CPU seconds per sample that the mixture draws.
+        """
+        return locked_part(self.cost / self.share, self.free_s) if self.share else 0.0
 
 
 # ----------------------------------------------------------------------------

@@ -13,9 +13,15 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from overlord.scaling.core_demand import Demand, Need, cores_used, needs_of
+from overlord.scaling.core_demand import (
+    Demand,
+    Need,
+    cores_used,
+    locked_part,
+    measured_part,
+    needs_of,
+)
 from overlord.scaling.decisions import CannotKeepUp, Decision, ReadAhead, Scale
-from overlord.scaling.loader_placement import locked_part, measured_part
 
 # slow reads are a long tail if they take more than this many times the usual time
 LEAST_TAIL = 4.0

@@ -23,7 +23,6 @@ from overlord.session.runtime import Runtime
 from overlord.setup.options import Options
 from overlord.setup.partition import with_new_loaders
 from overlord.setup.prepared_job import PreparedJob
-from overlord.setup.profile_store import Refresher
 
 log = logging.getLogger("overlord")
 
@@ -160,7 +159,6 @@ class EventTarget(Protocol):
     broadcast_ranks: frozenset[int]
     lock: threading.RLock
     switching: threading.Lock
-    refresher: Refresher | None
 
     def refuse_closed(self) -> None: ...
     def slowest_step(self) -> int: ...
@@ -242,7 +240,7 @@ class UserEvents:
     def note(self, event: Event) -> None:
         """Keep an event for the states of clients. Runs on: any thread."""
         with self._target.lock:
-            self._target.generation.events.add(event, self._target.slowest_step())
+            self._target.generation.events.add(event, self._target.slowest_step)
 
     def _source_lost(self, event: SourceLost) -> None:
         """Record that a source was removed because its storage failed. Idempotent.
@@ -283,8 +281,6 @@ class UserEvents:
                     )
                 )
                 target.refuse_closed()
-                if target.refresher is not None:
-                    target.refresher.joined(more)
                 return first
             except DataStall:  # the event loop is busy, and may apply the event later
                 raise

@@ -25,7 +25,7 @@ from overlord.constructor.assembler import Assembler
 from overlord.constructor.build import StepDocuments
 from overlord.constructor.service import ConstructorService, RankQueue
 from overlord.errors import JobError
-from overlord.job.hooks import CONSTRUCTOR, LOADER, of_kind, ordered_weights, popped_by
+from overlord.job.hooks import CONSTRUCTOR, LOADER, ordered_weights, popped_by
 from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
@@ -85,20 +85,20 @@ class LocalRuntime:
         for i, cursor in enumerate(self.planner.state().cursors.tolist()):
             for loader, reader in prepared.loaders_for(i, Cursor(*cursor)):
                 self.loading.open(loader, reader)
-        self._images, self._batch = prepared.images, job.batch
+        self._images, self._batches = prepared.images, job.batches
         self._broadcast, self._seed = options.broadcast, job.seed
-        self._pop_hooks = of_kind(tuple(job.hooks), LOADER)
+        self._pop_hooks = job.hooks_of(LOADER)
         self.building = ConstructorService(
             [
                 Assembler(b, ranks, options.build_ahead or options.prefetch)
                 for b, ranks in enumerate(job.place.buckets("DP"))
             ],
-            batch=self._batch,
+            batch=self._batches,
             multiple=job.document_multiple,
             executor=executor,
             run=self.run,
             cannot=self.event,
-            hooks=of_kind(tuple(job.hooks), CONSTRUCTOR),
+            hooks=job.hooks_of(CONSTRUCTOR),
             images=self._images,
             broadcast=options.broadcast,
             spoiled=self.event,
@@ -237,13 +237,10 @@ class LocalRuntime:
         self.building.plan(stage)
         if stage.skipped:
             return
-        if (
-            stage.kept is not None
-        ):  # a held sample would keep all samples alive that were popped with it
-            pieces, stage = (
-                [Content.pick(pieces, stage.doc)],
-                replace(stage, doc=np.arange(len(stage.doc))),
-            )
+        # a held sample would keep all samples alive that were popped with it
+        if stage.kept is not None or stage.plan.offset is not None:
+            pieces = [_copied(pieces, stage)]
+            stage = replace(stage, doc=np.arange(len(stage.doc)))
         tokens = Ragged.concat([p.tokens for p in pieces])
         staged = StepDocuments(stage, tokens, weights=Content.weights_of(pieces))
         if self._images is not None:
@@ -261,7 +258,7 @@ class LocalRuntime:
         """Return the documents with their images, and with the images that each rank encodes."""
         stage, ranks = staged.stage, self.building.served()
         made, items = (
-            Encodings(stage.plan, self._batch, self._broadcast),
+            Encodings(stage.plan, self._batches.at(stage.plan.step), self._broadcast),
             found or Scattered([], np.zeros(len(staged.tokens), np.int64)),
         )
         wanted = made.encoded_by(ranks)
@@ -434,3 +431,15 @@ class LocalRuntime:
         self.planner.check()
         self.loading.check()
         self.building.check()
+
+
+def _copied(pieces: Sequence[Content], stage: PlannedStep) -> Content:
+    """Return a copy of the payload of each row of a plan: a sample, or a piece of one."""
+    plan = stage.plan
+    if plan.offset is None:
+        return Content.pick(pieces, stage.doc)
+    tokens, weights = Ragged.concat([p.tokens for p in pieces]), Content.weights_of(pieces)
+    spans = (stage.doc, plan.offset, plan.payload_tokens)
+    return Content(
+        tokens.take_spans(*spans), weights=None if weights is None else weights.take_spans(*spans)
+    )

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from overlord.hashing import digest
 from overlord.loader.reader import SourceReader, Stages, core_s
 from overlord.messages.data import Evaluate, Read
 from overlord.process.resources import pss_bytes
@@ -48,21 +47,6 @@ class Bounds:
     rows: int = 2048
     seconds: float = 2.0
     memory: bool = True
-
-
-def fingerprint_of(spec: ReaderSpec) -> str:
-    """Return a digest of everything that the costs of a source depend on.
-
-    These are its files and transforms, slice size, context and ``on_long``.
-    """
-    pipeline = spec.pipeline
-    return digest(
-        spec.index.fingerprint,
-        pipeline.fingerprint,
-        str(spec.read.slice_rows),
-        str(pipeline.context),
-        pipeline.on_long,
-    )
 
 
 def machine() -> str:
@@ -138,7 +122,7 @@ class _Probe:
         self._spec, self._bounds, self._over = spec, bounds, over
         self._clock: Clock = lambda: np.array([time.perf_counter(), core_s(stages)])
         self._stages = _Timed(stages, self._clock)
-        self._reader = SourceReader(spec.order, chunks, self._stages)
+        self._reader = SourceReader(replace(spec.order, partial=None), chunks, self._stages)
         self._began = time.perf_counter()
         self._pieces: list[Content] = []
         self.samples = self._tokens = self._evaluated = self._raw_bytes = 0
@@ -200,7 +184,7 @@ class _Probe:
         return evaluated.rows
 
     def profile(self, file_bytes: int) -> SourceProfile:
-        spec, n, fingerprint = self._spec, self.samples, fingerprint_of(self._spec)
+        spec, n, fingerprint = self._spec, self.samples, self._spec.cost_fingerprint
         if not n:
             return SourceProfile(
                 name=spec.index.source,

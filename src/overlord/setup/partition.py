@@ -14,12 +14,13 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from overlord.job.hooks import LOADER, of_kind
+from overlord.job.hooks import LOADER
 from overlord.planning.schedule.base import Base
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.process import resources
-from overlord.scaling.loader_placement import LoaderPlacement, SourceLoad, with_shards
+from overlord.scaling.loader_placement import LoaderPlacement, with_shards
 from overlord.scaling.partition import CLUSTER, Partition, PartitionLimits, Resources, partition
-from overlord.scaling.profile import JobProfile, SourceProfile
+from overlord.scaling.profile import JobProfile, SourceLoad, SourceProfile
 from overlord.setup.options import Options, n_cores, n_workers
 from overlord.setup.prepared_job import READ_AHEAD, PreparedJob
 from overlord.setup.profile_store import known, path_of, quick, save
@@ -64,25 +65,35 @@ def load_of(
     at most as many loaders as a group has chunks.
     """
     held, row_bytes = _held(index)
-    kinds, code = (
-        [t.kind for t in pipeline.transforms],
-        sum(t.user_code for t in pipeline.transforms),
-    )
-    read_s = row_bytes * (READ_S if index.format in COLUMNAR else PARSE_S)
-    encode_s = row_bytes * TOKENIZE_S * kinds.count("tokenize")
-    seconds = read_s + encode_s + CODE_S * code
+    read_s, encode_s, code_s = _row_seconds(pipeline, index)
     open_chunks = min(shuffle_chunks if source.shuffle else 1, len(index.chunks))
-    may_be_heavy = seconds >= HEAVY_ROW_S or code or "tokenize" in kinds
     rows_of_code = index.format in OWN_CODE
     window = open_chunks * slice_rows * row_bytes
     return SourceLoad(
         name=source.name,
         share=share,
-        cost=share * seconds,
+        cost=share * (read_s + encode_s + code_s),
         memory=int(HANDLES + min(2 * window, held or 2 * window)),
         max_loaders=max(1, open_chunks),
-        shares=max(1, open_chunks) if may_be_heavy else 1,
-        free_s=encode_s + (0.0 if rows_of_code else read_s) if code or rows_of_code else math.inf,
+        shares=max(1, open_chunks) if _may_be_heavy(pipeline, index) else 1,
+        free_s=encode_s + (0.0 if rows_of_code else read_s) if code_s or rows_of_code else math.inf,
+    )
+
+
+def _row_seconds(pipeline: Pipeline, index: Index) -> tuple[float, float, float]:
+    """Return the estimated CPU seconds of a row: reading, tokenizing, and code of the user."""
+    row_bytes, transforms = _held(index)[1], pipeline.transforms
+    return (
+        row_bytes * (READ_S if index.format in COLUMNAR else PARSE_S),
+        row_bytes * TOKENIZE_S * sum(t.kind == "tokenize" for t in transforms),
+        CODE_S * sum(t.user_code for t in transforms),
+    )
+
+
+def _may_be_heavy(pipeline: Pipeline, index: Index) -> bool:
+    """Return whether a second process may be worth its start for a source."""
+    return sum(_row_seconds(pipeline, index)) >= HEAVY_ROW_S or any(
+        t.user_code or t.kind == "tokenize" for t in pipeline.transforms
     )
 
 
@@ -120,7 +131,7 @@ def weights_of(prepared: PreparedJob) -> list[float]:
     are used.
     """
     job = prepared.job
-    mixture: Any = job.mixture
+    mixture: Any = job_schedule(job)
     if isinstance(mixture, Base) and callable(mixture):
         mixture = copy.deepcopy(mixture)(0, {})
     if isinstance(mixture, Mapping):
@@ -181,7 +192,7 @@ def shares_of(prepared: PreparedJob) -> list[float]:
     If a batch counts tokens, sources with long samples are drawn from less often.
     """
     weights = weights_of(prepared)
-    if prepared.job.batch.tokens is not None:
+    if prepared.job.batch.mixes_tokens:
         weights = [w / max(1.0, t) for w, t in zip(weights, tokens_of(prepared), strict=True)]
     total = sum(weights) or 1.0
     return [w / total for w in weights]
@@ -207,13 +218,12 @@ def sample_tokens(prepared: PreparedJob) -> float:
 
 
 def batch_samples(prepared: PreparedJob) -> int:
-    """Return the number of samples in a step."""
-    batch = prepared.job.batch
-    return (
-        batch.samples
-        if batch.samples is not None
-        else max(1, round((batch.tokens or 1) / max(1.0, sample_tokens(prepared))))
-    )
+    """Return the number of samples in a step, at most over all stages."""
+    batch = prepared.job.batches.largest
+    if batch.samples is not None and not batch.in_chunks:
+        return int(batch.samples)
+    tokens = batch.tokens_of_chunks or batch.tokens or 1
+    return max(1, round(tokens / max(1.0, sample_tokens(prepared))))
 
 
 def other_work_s(prepared: PreparedJob) -> float:
@@ -255,7 +265,7 @@ def partition_of(
             per_actor=per_actor,
             loaders=dict(options.loaders or {}),
             sources_per_host=options.sources_per_host,
-            together=bool(of_kind(job.hooks, LOADER)),
+            together=bool(job.hooks_of(LOADER)),
             worth_s=worth_s,
             cluster=cluster,
         ),
@@ -340,11 +350,15 @@ def _local_loaders(prepared: PreparedJob) -> list[int]:
 def with_new_loaders(prepared: PreparedJob, runtime: str) -> PreparedJob:
     """Return a copy of a job with the profile and the number of loaders of its last source.
 
-    That source is to be added to a running job.
+    The source is to be added to a running job. If its rows are too cheap for a second process, it
+    has one loader, and nothing is measured.
     """
     name, made = prepared.job.names[-1], copy.copy(prepared)
     others = {n: k for n, k in (prepared.options.loaders or {}).items() if n != name}
     made.options = options = replace(prepared.options, loaders=others)
+    if runtime != "local" and not _may_be_heavy(made.pipelines[-1], made.indexes[-1]):
+        made.options = replace(options, loaders={**others, name: 1})
+        return made
     if options.partition == "auto":
         found, have = known(made), prepared.profile or JobProfile()
         have = replace(
@@ -382,4 +396,4 @@ def scales(prepared: PreparedJob) -> bool:
     together. Without failover there is no replay buffer, which a move of a loader needs.
     """
     options = prepared.options
-    return bool(options.autoscale) and options.failover and not of_kind(prepared.job.hooks, LOADER)
+    return bool(options.autoscale) and options.failover and not prepared.job.hooks_of(LOADER)

@@ -12,19 +12,23 @@ from typing import Any
 
 import numpy as np
 
+from overlord.checks import is_int
 from overlord.constructor.images import PixelForm
 from overlord.errors import JobError
+from overlord.hashing import digest
 from overlord.job.consumption import consumed_by
-from overlord.job.hooks import CONSUME, of_kind
+from overlord.job.hooks import CONSUME
 from overlord.job.job import Job, Source
+from overlord.job.stages import cut_samples
 from overlord.loader.loader import Loader
+from overlord.loader.partial_epoch import partial_epoch
 from overlord.loader.reader import SourceReader
 from overlord.loader.samples import SourceOrder
 from overlord.mesh import ClientPlaceTree
 from overlord.messages.control import AddSource, Cursor, LoaderStart, StreamState
 from overlord.planning.planner import Planner
-from overlord.planning.schedule import bind
 from overlord.planning.schedule.base import learns
+from overlord.planning.schedule.by_stage import bound_mixtures, job_schedule, mixture_starts
 from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planning.strategies import resolve
 from overlord.sample import Buffer
@@ -68,6 +72,20 @@ class ReaderSpec:
     epochs: int | None
     # transforms run in a worker process: they hold the interpreter lock, or the job requests it
     processes: bool
+
+    @property
+    def cost_fingerprint(self) -> str:
+        """Digest of everything that the costs of the source depend on.
+
+        These are its files and transforms, slice size, context and ``on_long``.
+        """
+        return digest(
+            self.index.fingerprint,
+            self.pipeline.fingerprint,
+            str(self.read.slice_rows),
+            str(self.pipeline.context),
+            self.pipeline.on_long,
+        )
 
 
 def open_loader(
@@ -116,6 +134,7 @@ class PreparedJob:
         self.added: tuple[str, ...]  # sources added in mid-run; they are last in the job
         self.strategy = resolve(job.strategy)
         self.pipelines = [_pipeline(job, source) for source in job.sources]
+        self._index_threads = 2 * n_workers(options)
         self.indexes = build_resumed_indexes(
             [
                 IndexSpec(s.name, s.uri, s.format, self._read_options(s, p))
@@ -123,11 +142,12 @@ class PreparedJob:
             ],
             removed or {},
             cache_dir=options.cache_dir or default_cache_dir(),
-            workers=2 * n_workers(options),
+            workers=self._index_threads,
             progress=options.progress,
         )
         self.given, self.added = job, ()
         self.job = job = _bound(job, self.indexes)
+        self.images = PixelForm.of(job.sources)
         self.handles = OpenChunkCache(max_open=options.open_files, max_bytes=options.open_bytes)
         self.orders = [_order(job, s, i) for s, i in zip(job.sources, self.indexes, strict=True)]
         self.fingerprint = job_fingerprint(job, self.indexes, self.pipelines)
@@ -144,10 +164,6 @@ class PreparedJob:
             self.options.lengths_only and pipeline.lengths_suffice,
         )
 
-    @property
-    def images(self) -> PixelForm | None:
-        return PixelForm.of(self.job.sources)
-
     def loaders_of(self, i: int) -> int:
         return (self.options.loaders or {}).get(self.job.sources[i].name, 1)
 
@@ -156,13 +172,15 @@ class PreparedJob:
         return SourceSpec(
             name=source.name,
             n_groups=self.orders[i].n_groups,
-            epochs=source.epochs,
+            epochs=self.orders[i].begun(source.epochs),
             max_bad=source.max_bad,
             loaders=self.loaders_of(i),
             leaves=source.on_lost == "leave",
             files=tuple(f.path for f in self.indexes[i].files),
             meta=self.pipelines[i].meta_names,
             weight=float(source.weight),
+            max_tokens=source.max_tokens,
+            last_groups=None if (partial := self.orders[i].partial) is None else partial.groups,
         )
 
     def planner(self, state: StreamState | None = None) -> Planner:
@@ -179,23 +197,27 @@ class PreparedJob:
             draw=job.draw,
             mix_every=job.mix_every,
             feedback_lag=job.feedback_lag,
-            takes_feedback=learns(job.mixture),
+            takes_feedback=learns(schedule),
             look_ahead=job.look_ahead,
             max_age=job.max_age,
             prefer=getattr(schedule, "prefer", None),
             consume=self._consume(),
-            overflow=job.overflow,
+            overflow="defer" if job.batch.defers else job.overflow,
             prefetch=options.prefetch,
             read_ahead=options.read_ahead or READ_AHEAD,
             images=self.images is not None,
             sync=job.sync,
             model=job.model,
+            batches=job.batches,
+            end=job.end_step,
+            mixture_starts=mixture_starts(job),
+            cut_samples=cut_samples(job),
         )
         return Planner(spec, state or initial_state(spec), floor=self.floor)
 
     def _consume(self) -> Callable[[Buffer], np.ndarray] | None:
         """Return the choice of the hook ``loader_do_plan(consume=)``; None without one."""
-        hooks, seed = of_kind(tuple(self.job.hooks), CONSUME), self.job.seed
+        hooks, seed = self.job.hooks_of(CONSUME), self.job.seed
         return (lambda candidates: consumed_by(hooks[0], candidates, seed)) if hooks else None
 
     def with_floor(self, floor: int) -> PreparedJob:
@@ -257,7 +279,7 @@ class PreparedJob:
             index=self.indexes[i],
             read=self._read_options(source, self.pipelines[i]),
             pipeline=self.pipelines[i],
-            epochs=source.epochs,
+            epochs=self.orders[i].begun(source.epochs),
             processes=self.processes_of(i),
         )
 
@@ -300,9 +322,13 @@ class PreparedJob:
         more.options = replace(
             self.options, loaders={**(self.options.loaders or {}), source.name: loaders}
         )
-        if problems := more.options.problems(job):
-            raise JobError(problems, "add_source")
-        if self.images is None and more.images is not None:
+        if not is_int(loaders) or loaders < 1:
+            problem = (
+                f"loaders: expected a whole number of at least 1 for {source.name!r}, got "
+                f"{loaders!r}"
+            )
+            raise JobError([problem], "add_source")
+        if self.images is None and any(t.kind == "images" for t in source.transforms):
             problem = (
                 f"source {source.name!r}: expected a source without images, since the job started "
                 "without, got one with images; list one from the start, at weight 0"
@@ -316,7 +342,7 @@ class PreparedJob:
                 )
             ],
             cache_dir=self.options.cache_dir or default_cache_dir(),
-            workers=2 * n_workers(self.options),
+            workers=self._index_threads,
             progress=self.options.progress,
         )
         more.pipelines, more.indexes = [*self.pipelines, pipeline], [*self.indexes, index]
@@ -379,7 +405,8 @@ class PreparedJob:
 
     def export(self, state: StreamState) -> dict[str, Any]:
         """Return a state of this job as plain JSON values."""
-        return state_to_json(state, self.job.name, self.job.names, self.fingerprint)
+        stage = self.job.batches.stage(state.step)
+        return state_to_json(state, self.job.name, self.job.names, self.fingerprint, stage)
 
     def restore(self, saved: Mapping[str, Any], allow: tuple[str, ...] = ()) -> StreamState:
         """Return the state of a JSON form; raise ``StateMismatch`` if it is not of this job."""
@@ -393,28 +420,38 @@ def _pipeline(job: Job, source: Source) -> Pipeline:
         seed=job.seed,
         context=job.document_limit,
         on_long=job.on_long,
+        cuts=job.batch.in_chunks or cut_samples(job) is not None,
     )
 
 
 def _order(job: Job, source: Source, index: Index) -> SourceOrder:
-    return SourceOrder(
+    order = SourceOrder(
         name=source.name,
         n_chunks=len(index.chunks),
         seed=job.seed,
         shuffle=source.shuffle,
         shuffle_chunks=job.shuffle_chunks,
+        rows_known=index.rows is not None,
     )
+    if source.epochs is None:
+        return order
+    partial = partial_epoch(order, index.chunks, source.epochs, job.slice_rows)
+    if partial is None and source.epochs < 1:
+        problem = (
+            f"source {source.name!r}.epochs: expected a part with at least one row, got "
+            f"{source.epochs}; raise it"
+        )
+        raise JobError([problem], "launch")
+    return replace(order, partial=partial)
 
 
 def _bound(job: Job, indexes: list[Index], added: tuple[str, ...] = ()) -> Job:
     """Return the job with its schedule bound to the weights and sizes of the initial sources."""
     sources = [(s, i) for s, i in zip(job.sources, indexes, strict=True) if s.name not in added]
-    mixture = bind(
-        job.mixture,
-        {s.name: float(s.weight) for s, _ in sources},
-        {s.name: i.rows for s, i in sources},
+    changes = bound_mixtures(
+        job, {s.name: float(s.weight) for s, _ in sources}, {s.name: i.rows for s, i in sources}
     )
-    return job if mixture is job.mixture else replace(job, mixture=mixture)
+    return replace(job, **changes) if changes else job
 
 
 def schedule_of(job: Job, added: tuple[str, ...] = ()) -> Any:
@@ -422,12 +459,9 @@ def schedule_of(job: Job, added: tuple[str, ...] = ()) -> Any:
 
     A schedule is copied, since its state changes as it learns.
     """
-    if job.mixture is None:
-        return {s.name: float(s.weight) for s in job.sources if s.name not in added}
-    if isinstance(job.mixture, Mapping):
-        return {name: float(weight) for name, weight in job.mixture.items()}
+    schedule = job_schedule(job, added)
     try:
-        return copy.deepcopy(job.mixture)
+        return copy.deepcopy(schedule)
     except Exception as e:
         problem = (
             f"mixture: expected a schedule that copy.deepcopy can copy, got {type(e).__name__}: {e}"

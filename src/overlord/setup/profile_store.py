@@ -15,23 +15,20 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from overlord.errors import WouldBlock
 from overlord.hashing import digest
 from overlord.job.job import Job
-from overlord.scaling.profile import PROFILE, BadProfile, JobProfile, SourceProfile
-from overlord.setup.measure import Bounds, fingerprint_of, machine, measure
+from overlord.scaling.profile import PROFILE, BadProfile, JobProfile, SourceLoad, SourceProfile
+from overlord.setup.measure import Bounds, machine, measure
 from overlord.setup.options import n_cores
 from overlord.setup.prepared_job import PreparedJob
 from overlord.setup.timeouts import TIMEOUTS
 from overlord.sources.index import default_cache_dir
 from overlord.sources.retry import is_disk
 from overlord.uris import OBJECT_STORES, SCHEME, scrub
-
-if TYPE_CHECKING:
-    from overlord.scaling.loader_placement import SourceLoad
 
 log = logging.getLogger("overlord")
 
@@ -153,7 +150,7 @@ def save(path: Path | str, profile: JobProfile) -> bool:
 def fingerprints(prepared: PreparedJob) -> dict[str, str]:
     """Return the cost fingerprints of all sources by name."""
     return {
-        name: fingerprint_of(prepared.reader_spec(i)) for i, name in enumerate(prepared.job.names)
+        name: prepared.reader_spec(i).cost_fingerprint for i, name in enumerate(prepared.job.names)
     }
 
 
@@ -237,13 +234,17 @@ def _is_measurable(prepared: PreparedJob, i: int) -> bool:
 class Refresher:
     """The thread that periodically merges measurements of loaders into the job's profile.
 
-    ``metrics`` returns the metrics of the runtime.
+    ``prepared`` returns the current job, ``metrics`` the metrics of the runtime.
     """
 
-    def __init__(self, prepared: PreparedJob, metrics: Callable[[], Mapping[str, Any]]):
-        self._path, self._metrics = path_of(prepared.given, prepared.options.cache_dir), metrics
-        self._fingerprints, self._machine = fingerprints(prepared), machine()
-        self.profile: JobProfile = prepared.profile or JobProfile()
+    def __init__(
+        self, prepared: Callable[[], PreparedJob], metrics: Callable[[], Mapping[str, Any]]
+    ):
+        self._prepared, self._metrics, self._machine = prepared, metrics, machine()
+        self._known: PreparedJob | None = None  # the job at the last refresh
+        self._path: Path | str = ""
+        self._fingerprints: dict[str, str] = {}
+        self.profile = JobProfile()
         # totals of each loader at the last refresh, by source and loader
         self._before: dict[tuple[str, int], dict[str, float]] = {}
         self._sums: dict[str, dict[str, float]] = {}  # by source, since it was last merged
@@ -252,24 +253,6 @@ class Refresher:
 
     def start(self) -> None:
         self._thread.start()
-
-    def joined(self, prepared: PreparedJob) -> None:
-        """Include a source that was added.
-
-        Its profile is refreshed like the others. From now on the profile is saved at the location
-        of a job with this source.
-        """
-        marks, name = fingerprints(prepared), prepared.job.names[-1]
-        with self._lock:
-            self._path, self._fingerprints = (
-                path_of(prepared.given, prepared.options.cache_dir),
-                marks,
-            )
-            added = None if prepared.profile is None else prepared.profile.sources.get(name)
-            if added is not None and name not in self.profile.sources:
-                self.profile = self.profile.merge(
-                    JobProfile.of([added], self.profile.machine or self._machine)
-                )
 
     def close(self) -> None:
         self._over.set()
@@ -289,11 +272,30 @@ class Refresher:
         """Merge the measurements since the last refresh, and return the profile."""
         rows = self._metrics()["loaders"]
         with self._lock:
+            self._follow(self._prepared())
             new = self._since(rows)
             if new:
                 self.profile = self.profile.merge(JobProfile.of(new, self._machine))
                 save(self._path, self.profile)
             return self.profile
+
+    def _follow(self, prepared: PreparedJob) -> None:
+        """Adopt the current job, and the profiles of sources that were added to it.
+
+        The profile of a job with added sources has a location of its own.
+        """
+        if prepared is self._known:
+            return
+        self._known = prepared
+        self._path = path_of(prepared.given, prepared.options.cache_dir)
+        self._fingerprints = fingerprints(prepared)
+        given = prepared.profile or JobProfile()
+        if not self.profile.sources:
+            self.profile = given
+        elif added := [p for name, p in given.sources.items() if name not in self.profile.sources]:
+            self.profile = self.profile.merge(
+                JobProfile.of(added, self.profile.machine or self._machine)
+            )
 
     def _since(self, rows: Sequence[Mapping[str, Any]]) -> list[SourceProfile]:
         """Return profiles of the sources with enough new samples; the others accumulate more."""

@@ -7,20 +7,23 @@ import functools
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
+from overlord.batch_ramp import Ramp
 from overlord.checks import describe_error
 from overlord.errors import MOST, StateMismatch
 from overlord.hashing import digest
 from overlord.job.hooks import Hook
 from overlord.job.job import Job, Source
+from overlord.job.stages import Stage
 from overlord.loader.samples import SourceOrder
-from overlord.mesh import NOT_THE_STREAM
+from overlord.mesh import LATER_FIELDS, NOT_THE_STREAM, Batch
 from overlord.messages.control import AddSource, Cursor, SourceLost, StreamState
 from overlord.planning.schedule.base import has_state
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.planning.state_json import (
     event_in,
     event_out,
@@ -31,6 +34,7 @@ from overlord.planning.state_json import (
     state_problem,
 )
 from overlord.planning.strategies import RawPlan
+from overlord.setup.changed_budgets import with_changed_budgets
 from overlord.sources.index import Index, RemovedSource
 from overlord.transforms.pipeline import Pipeline
 
@@ -54,7 +58,8 @@ STREAM_FIELDS = (
     "feedback_lag",
     "on_long",
 )
-LIMIT = "max_document"  # the entry with the tokens of the longest sample, if it is not the context
+# The entry with the tokens of the longest sample: where it is not the context, and of chunks.
+LIMIT = "max_document"
 
 
 def job_fingerprint(
@@ -76,8 +81,10 @@ def job_fingerprint(
         else "function " + digest(code_text(job.strategy)),
     }
     entries |= {name: str(getattr(job, name)) for name in STREAM_FIELDS}
-    if job.document_limit != job.batch.context:
+    if job.document_limit != job.batch.context or job.batch.in_chunks:
         entries[LIMIT] = str(job.document_limit)
+    for k, stage in enumerate(job.stages):
+        entries[f"stage {k}"] = digest(stage_text(job, stage))
     if job.hooks:
         entries["hooks"] = digest(*(code_text(hook) for hook in job.hooks))
     for source, index, pipeline in zip(job.sources, indexes, pipelines, strict=True):
@@ -114,9 +121,22 @@ def source_mark(entries: Mapping[str, str], name: str) -> str:
     )
 
 
-def batch_fields(job: Job) -> dict[str, Any]:
-    """Return the fields of the job's batch that shape the stream."""
-    return {k: v for k, v in asdict(job.batch).items() if k not in NOT_THE_STREAM}
+def batch_fields(job: Job, batch: Batch | None = None) -> dict[str, Any]:
+    """Return the fields of a batch, by default the job's, that shape the stream; ramps as text.
+
+    Fields of packing and shape are left out at their defaults, as in earlier saved states.
+    """
+    batch = batch or job.batch
+    every = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    found = {
+        k: repr(v) if isinstance(v, Ramp) else v
+        for k, v in every.items()
+        if k not in NOT_THE_STREAM
+    }
+    for field in fields(batch):
+        if field.name in LATER_FIELDS and found[field.name] == field.default:
+            del found[field.name]
+    return found
 
 
 def reading_text(source: Source) -> str:
@@ -125,6 +145,7 @@ def reading_text(source: Source) -> str:
         f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes "
         f"{source.max_sample_bytes}"
         + (f", on_lost {source.on_lost}" if source.on_lost != "fail" else "")
+        + (f", max_tokens {source.max_tokens}" if source.max_tokens is not None else "")
     )
 
 
@@ -132,9 +153,21 @@ def mixture_text(job: Job) -> str:
     """Return the text of the job's mixture: weights as JSON, or the text of its schedule."""
     if job.mixture is None:
         return json.dumps([float(s.weight) for s in job.sources])
-    if isinstance(job.mixture, Mapping):
-        return json.dumps([float(job.mixture.get(n, 0.0)) for n in job.names])
-    return code_text(job.mixture)
+    return _weights_text(job, job.mixture)
+
+
+def _weights_text(job: Job, mixture: Any) -> str:
+    if isinstance(mixture, Mapping):
+        return json.dumps([float(mixture.get(n, 0.0)) for n in job.names])
+    return code_text(mixture)
+
+
+def stage_text(job: Job, stage: Stage) -> str:
+    """Return a text of the steps, the batch and the mixture of a stage."""
+    fields = batch_fields(job, stage.batch_of(job))
+    mixture = "" if stage.mixture is None else _weights_text(job, stage.mixture)
+    own = "own" if stage.batch is not None else "job's"
+    return json.dumps([stage.steps, own, fields, mixture], sort_keys=True)
 
 
 def code_text(function: Any) -> str:
@@ -176,14 +209,22 @@ DATASET_STATE = "it is the state of a Loader: load it there, or json.loads its '
 
 
 def state_to_json(
-    state: StreamState, job: str, names: Sequence[str], fingerprint: Mapping[str, str]
+    state: StreamState,
+    job: str,
+    names: Sequence[str],
+    fingerprint: Mapping[str, str],
+    stage: str | int | None = None,
 ) -> dict[str, Any]:
-    """Return a state as plain JSON values, keyed by the names of its sources."""
+    """Return a state as plain JSON values, keyed by the names of its sources.
+
+    ``stage``: that of the next step, for readers of the state; it follows from the job.
+    """
     return {
         "version": STATE_VERSION,
         "job": job,
         "fingerprint": fingerprint_out(fingerprint, names),
         "step": state.step,
+        **({} if stage is None else {"stage": stage}),
         "cursors": dict(zip(names, state.cursors.tolist(), strict=True)),
         "owed": dict(zip(names, state.owed, strict=True)),
         "active": dict(zip(names, state.active, strict=True)),
@@ -194,6 +235,11 @@ def state_to_json(
             if (
                 ahead := {n: a.tolist() for n, a in zip(names, state.ahead, strict=False) if len(a)}
             )
+            else {}
+        ),
+        **(
+            {"cut": {name: n for name, n in zip(names, state.cut, strict=False) if n}}
+            if any(state.cut)
             else {}
         ),
         "counts": {
@@ -219,8 +265,9 @@ def state_from_json(
     """
     _check_form(saved)
     try:
-        _check_fingerprint(saved, job, fingerprint, allow)
-        state = _state_of(saved, job, orders)
+        _check_cut(saved, job, fingerprint)
+        allowed = _check_fingerprint(saved, job, fingerprint, allow)
+        state = with_changed_budgets(_state_of(saved, job, orders), job, orders, allowed)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
         remedy = "save and load the result of state_dict() unchanged"
         problem = f"the state is damaged: {type(e).__name__}: {e}"
@@ -266,6 +313,9 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
         ahead=tuple(np.array(saved["ahead"].get(n, ()), np.int32) for n in names)
         if saved.get("ahead")
         else (),
+        cut=tuple(int(saved.get("cut", {}).get(n, 0)) for n in names)
+        if job.batch.in_chunks
+        else (),
         counts={
             k: np.array([v.get(n, 0) for n in names], np.int64) for k, v in saved["counts"].items()
         },
@@ -273,7 +323,7 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
         if "weights" in saved
         else (),
         schedule=dict(saved["schedule"])
-        if "schedule" in saved and has_state(job.mixture)
+        if "schedule" in saved and has_state(job_schedule(job))
         else None,
         reports=reports_in(saved.get("reports", {})),
     )
@@ -281,7 +331,7 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
 
 def _check_ahead(state: StreamState, job: Job) -> None:
     """Refuse a state with passed-over samples if the batch is counted in tokens."""
-    if job.batch.tokens is None or not any(map(len, state.ahead)):
+    if job.batch.tokens is None or job.batch.in_chunks or not any(map(len, state.ahead)):
         return
     raise StateMismatch(
         {
@@ -295,6 +345,27 @@ def _check_ahead(state: StreamState, job: Job) -> None:
     )
 
 
+def _check_cut(saved: Mapping[str, Any], job: Job, fingerprint: Mapping[str, str]) -> None:
+    """Refuse a state with cut samples for a job that has no rest of them, whatever it allows."""
+    if not saved.get("cut"):
+        return
+    if not job.batch.in_chunks:
+        raise StateMismatch(
+            {"cut": ("samples of which steps have received a part", "a batch of whole samples")},
+            'continue with packing="concat"; the end of an epoch or of the data has no cut sample',
+        )
+    then = saved["fingerprint"]
+    if other := {
+        name: (str(then.get(name)), fingerprint[name])
+        for name in (LIMIT, "on_long")
+        if then.get(name) != fingerprint[name]
+    }:
+        raise StateMismatch(
+            other,
+            "set the saved values: steps have received parts of samples, which would end elsewhere",
+        )
+
+
 def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> StreamState:
     """Return the state, without the state of its schedule if that does not fit.
 
@@ -303,7 +374,7 @@ def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> Stre
     if state.schedule is None:
         return state
     try:  # on a copy: a state that does not fit must change nothing
-        copy.deepcopy(job.mixture).load_state_dict(copy.deepcopy(state.schedule))
+        copy.deepcopy(job_schedule(job)).load_state_dict(copy.deepcopy(state.schedule))
     except Exception as e:
         if {"mixture", "schedule"} & set(allow):  # the other mixture starts without a state
             return replace(state, schedule=None)
@@ -319,11 +390,13 @@ def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> Stre
 
 def _check_fingerprint(
     saved: Mapping[str, Any], job: Job, now: Mapping[str, str], allow: tuple[str, ...]
-) -> None:
+) -> dict[str, tuple[str, str]]:
+    """Return the differences that ``allow`` permits; raise ``StateMismatch`` for others."""
     differ, absent = _differences(saved, job, now)
+    allowed = {entry: pair for entry, pair in differ.items() if entry in allow}
     differ = {entry: pair for entry, pair in differ.items() if entry not in allow}
     if not differ:
-        return
+        return allowed
     if "batch" in differ:
         differ["batch"] = describe_batches(*differ["batch"], job)
     entries = (

@@ -151,7 +151,7 @@ class _Source:
 
 
 def _rows(lines: Iterator[TextLine], delimiter: str, options: ReadOptions) -> Iterator[CsvRow]:
-    """Yield the rows; blank lines between rows are none."""
+    """Yield the rows; blank lines between rows are skipped."""
     if csv.field_size_limit() < _FIELD_LIMIT:  # process-wide; the default is 128 kB
         csv.field_size_limit(_FIELD_LIMIT)
     source = _Source(lines, options.max_sample_bytes + 1)

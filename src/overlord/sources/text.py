@@ -2,7 +2,7 @@
 
 Lines of plain files are read in byte ranges without a scan. Other units, and compressed files, are
 one chunk per file. The row of a unit is the byte offset of its start in the decompressed text.
-Blank lines are no rows. A paragraph is a run of lines that are not blank.
+Blank lines are not rows. A paragraph is a run of lines that are not blank.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ class MicrobatchInfo:
     longest: int = -1  # tokens of the longest document
     padded: bool = False  # rows of Batch(layout="padded")
     labels: str = ""  # the convention of the labels; empty if it is unknown
+    continued: bool = False  # a document is a piece of a sample, with a label for its last token
     weighted: bool = False  # a loss weight is neither 0 nor 1
 
     @property
@@ -62,7 +63,8 @@ class MicrobatchInfo:
             here=facts.here,
             longest=facts.longest,
             padded=facts.padded,
-            labels=_labels(arrays, facts.sliced),
+            labels=(labels := _labels(arrays, facts.sliced)),
+            continued=labels == SHIFTED and not facts.sliced and _labelled_ends(arrays),
             weighted="loss_mask" in microbatch and _is_weighted(_array(microbatch["loss_mask"])),
         )
 
@@ -92,8 +94,17 @@ def _labels(arrays: Mapping[str, np.ndarray], sliced: bool) -> str:
         return SHIFTED
     if not sliced and "cu_seqlens" in arrays and "cu_seqlens_padded" in arrays:
         length, start = np.diff(arrays["cu_seqlens"]), arrays["cu_seqlens_padded"][:-1]
-        if has[(start + length - 1)[length > 1]].any():
-            return UNSHIFTED
         if has[start[length > 1]].any():
             return SHIFTED
+        if _labelled_ends(arrays):
+            return UNSHIFTED
     return UNSHIFTED if "tokens" in arrays else ""
+
+
+def _labelled_ends(arrays: Mapping[str, np.ndarray]) -> bool:
+    """Return whether the last token of a document of several tokens has a label."""
+    if not {"labels", "cu_seqlens", "cu_seqlens_padded"} <= arrays.keys():
+        return False
+    length, start = np.diff(arrays["cu_seqlens"]), arrays["cu_seqlens_padded"][:-1]
+    ends = (start + length - 1)[length > 1]
+    return bool((arrays["labels"].reshape(-1)[ends] != IGNORE).any())

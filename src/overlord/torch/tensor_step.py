@@ -227,10 +227,12 @@ class TensorStep:
     __slots__ = (
         "_microbatches",
         "encoder",
+        "expected_microbatches",
         "global_valid_tokens",
         "plan_digest",
         "rank",
         "served_by",
+        "stage",
         "step",
     )
 
@@ -245,6 +247,8 @@ class TensorStep:
         self.global_valid_tokens: int | float = about["global_valid_tokens"]
         self.plan_digest: str = about["plan_digest"]
         self.served_by: int = about["served_by"]  # the rank that fetches for this one, or itself
+        self.stage: str | int | None = about["stage"]
+        self.expected_microbatches: int | None = about["expected_microbatches"]
         last = len(microbatches) - 1
         self._microbatches = tuple(
             mb.within(InStep(self.step, self.global_valid_tokens, m == last))
@@ -305,7 +309,15 @@ class TensorStep:
         )
 
 
-ABOUT = ("step", "rank", "global_valid_tokens", "plan_digest", "served_by")
+ABOUT = (
+    "step",
+    "rank",
+    "global_valid_tokens",
+    "plan_digest",
+    "stage",
+    "expected_microbatches",
+    "served_by",
+)
 
 
 def about(step: Step) -> dict[str, Any]:

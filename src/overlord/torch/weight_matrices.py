@@ -161,13 +161,12 @@ def bare(model: nn.Module) -> nn.Module:
     """Return the module inside data-parallel and compiled wrappers."""
     inner = model
     while True:
-        if hasattr(inner, "_orig_mod"):
-            inner = inner._orig_mod
+        if (compiled := getattr(inner, "_orig_mod", None)) is not None:
+            inner = compiled
         elif isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             inner = inner.module
         else:
-            break
-    return inner
+            return inner
 
 
 def model_matrices(model: nn.Module, rules: MatrixRules | None = None) -> list[Matrix]:

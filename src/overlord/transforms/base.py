@@ -1,8 +1,8 @@
 """Transform specifications as values, and the tables that pass between the stages.
 
 A specification is frozen, and cheap to import and to build. Its constructor raises JobError for all
-problems that it can detect without reading files. ``pipeline.py`` executes specifications; pyarrow
-and tokenizers are imported only there.
+problems that it can detect without reading files. ``pipeline.py`` executes specifications; only
+execution imports pyarrow and tokenizers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from overlord.errors import JobError
 from overlord.hashing import digest
-from overlord.sample import LOSS_WEIGHTS, Column, Content, Ragged, join_rows, take_rows
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Content, Ragged, join_rows, take_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from overlord.sample import Items
 
 
-RESERVED_META = ("tokens", "bytes", LOSS_WEIGHTS)  # metadata that the package reports
+RESERVED_META = ("tokens", "bytes", LOSS_WEIGHTS, LOSS_RUNS)  # metadata that the package reports
 
 
 class Transform(Protocol):
@@ -65,8 +65,7 @@ class StagedRows:
     dropped: int = 0  # rows dropped by a Filter: counted, never quarantined
 
 
-def _none() -> np.ndarray:
-    return np.zeros(0, np.int64)
+_none = functools.partial(np.zeros, 0, np.int64)
 
 
 @dataclass(slots=True, eq=False)

@@ -147,7 +147,9 @@ class ChatEncoder:
         except Untraceable as fault:
             raise BadRendering(f"expected a template that can be traced, got {fault}") from None
         except Exception as fault:  # a template may raise anything
-            raise BadRendering(f"expected the template to render it, got {_shown(fault)}") from None
+            raise BadRendering(
+                f"expected the template to render the conversation, got {_shown(fault)}"
+            ) from None
 
     def _tokenized(
         self, texts: list[str], spans: list[list[Span]]
@@ -258,7 +260,7 @@ def _compile(text: str, date: str | None, source: str) -> Template:
             raise
         except Exception as fault:
             raise TransformError(
-                source, "Chat", f"expected a Jinja template, got: {_shown(fault)}", "mend it"
+                source, "Chat", f"expected a Jinja template, got: {_shown(fault)}", "correct it"
             ) from fault
     return _compiled[key]
 

@@ -125,7 +125,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Loops(NodeTransformer):
-    """Adds to every loop calls that follow the message of its current pass."""
+    """A visitor that adds calls to every loop, which record the message of its current pass."""
 
     def visit_For(self, node: nodes.For) -> list[nodes.Node]:  # noqa: N802
         if node.recursive:
@@ -153,7 +153,7 @@ def _statement(name: str, arguments: list[nodes.Expr], line: int) -> nodes.ExprS
 
 
 class _Generator(CodeGenerator):
-    """Compiles a template to code whose outputs keep their marks."""
+    """A generator of template code whose outputs keep their marks."""
 
     def _output_const_repr(self, group: Iterable[Any]) -> str:
         return f"environment.output({''.join(map(str, group))!r})"

@@ -1,8 +1,8 @@
 """Spans of a rendered conversation that the model generates: what the loss is computed on.
 
-A turn of the assistant begins where the prompt ends that asks for it, and ends after its
-end-of-turn token. Both follow from marks (``chat_text.py``), and no content is searched for.
-A conversation in which a span does not follow with certainty is refused.
+A turn of the assistant begins at the end of its prompt, and ends after its end-of-turn token. Both
+follow from marks (``chat_text.py``), and no content is searched for. A conversation in which a span
+does not follow with certainty is refused.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def spans_of(text: TracedText, turns: Turns, special: SpecialTokens) -> list[Spa
     if turns.has_generation:
         return _marked_spans(runs, turns)
     return [
-        _derived_span(text, runs, number, turns.prompt, special)._replace(weight=weight)
+        Span(*_derived_span(text, runs, number, turns.prompt, special), weight)
         for number, weight in sorted(turns.weights.items())
         if weight
     ]
@@ -96,7 +96,7 @@ def _marked_spans(runs: Sequence[_Run], turns: Turns) -> list[Span]:
         if not (weight := turns.weights[owner]):
             continue
         if out and out[-1].stop == run.start and out[-1].weight == weight:
-            out[-1] = out[-1]._replace(stop=run.stop)
+            out[-1] = Span(out[-1].start, run.stop, weight)
         else:
             out.append(Span(run.start, run.stop, weight))
     return out
@@ -108,7 +108,8 @@ def _derived_span(
     number: int,
     prompt: Callable[[int], TracedText],
     special: SpecialTokens,
-) -> Span:
+) -> tuple[int, int]:
+    """Return where the text that the model generates for a message begins and ends."""
     where = f"message {number}"
     own = [run for run in runs if run.mark.turn == number]
     if not own:
@@ -128,7 +129,7 @@ def _derived_span(
     stop = _end(text, (max(start, tail), last), special, opening)
     if tail == last:
         raise NoSpan(f"{where}: expected the template to end the turn, got no text after it")
-    return Span(start, stop, 1)
+    return start, stop
 
 
 def _after_prompt(
@@ -140,9 +141,8 @@ def _after_prompt(
 ) -> tuple[int, str]:
     """Return where a turn continues its prompt, and the text that the prompt has for it.
 
-    ``turn``: its start, first content and end.
-
     The texts after the last content before the turn are compared, with and without the prompt.
+    ``turn``: its start, first content and end.
     """
     first, lead, last = turn
     before = [run for run in runs if run.mark.origin >= 0 and run.stop <= first]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, SupportsIndex
 
 
 class Mark(NamedTuple):
-    """Where characters come from."""
+    """The origin of characters."""
 
     origin: int = -1  # message whose content they were copied from; -1: text of the template
     turn: int = -1  # message whose pass through the template's loop wrote them; -1: none
@@ -106,12 +106,14 @@ def written(text: str, turn: int) -> TracedText:
     if turn < 0:
         return text if isinstance(text, TracedText) else TracedText.of(text, runs_of(text))
     runs = runs_of(text)
-    return TracedText.of(plain(text), _merged((n, m._replace(turn=turn)) for n, m in runs))
+    return TracedText.of(
+        plain(text), _merged((n, Mark(m.origin, turn, m.generated)) for n, m in runs)
+    )
 
 
 def generated(text: str) -> TracedText:
     runs = runs_of(text)
-    return TracedText.of(plain(text), _merged((n, m._replace(generated=True)) for n, m in runs))
+    return TracedText.of(plain(text), _merged((n, Mark(m.origin, m.turn, True)) for n, m in runs))
 
 
 def concat(parts: Iterable[str]) -> TracedText:
@@ -132,7 +134,10 @@ def origins(value: Any) -> set[int]:
 
 
 def as_text(value: Any) -> str:
-    """Return a value as text. A null would be the word None, and a list would be Python code."""
+    """Return a value as the template writes it; raise for null and for parts of messages.
+
+    Null would be written as None, and a list as Python code.
+    """
     if isinstance(value, str):
         return value
     if value is None:

@@ -2,7 +2,8 @@
 
 Every ``read_*`` function returns the values of a column, and a mapping of unreadable rows to
 reasons. A column without a readable row (missing, or of a wrong type) raises ``Unfit``. The
-pipeline adds the transform and the remedy.
+pipeline adds the transform and the remedy. ``RowFrame`` holds the columns of a stage, and the rows
+that it removes.
 """
 
 from __future__ import annotations
@@ -490,3 +491,45 @@ def as_row(value: Any) -> Mapping[str, Any]:
     if isinstance(value, Mapping) and value and all(isinstance(name, str) for name in value):
         return value
     raise TypeError(f"expected a dict of values by column name, got {type(value).__name__}")
+
+
+class RowFrame:
+    """The rows of a stage, the input row of each, and the removed rows with their reasons."""
+
+    __slots__ = ("at", "bad", "dropped", "images", "index", "table")
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table, self.index = without_dictionaries(table), np.arange(table.num_rows)
+        self.bad: list[tuple[int, str]] = []  # (input row, reason) of each bad row
+        self.dropped = 0  # number of rows that a Filter dropped
+        self.at = -1  # the row of the table that a user function is processing; -1: all rows
+        self.images: Any = None  # images of the rows (image_rows.PlannedImages), once they are read
+
+    def put(self, name: str, values: pa.Array) -> None:
+        at = self.table.column_names.index(name) if name in self.table.column_names else -1
+        self.table = (
+            self.table.append_column(name, values)
+            if at < 0
+            else self.table.set_column(at, name, values)
+        )
+
+    def record_bad(self, bad: Mapping[int, str]) -> np.ndarray:
+        """Record the bad rows and return the others, as positions in the table."""
+        self.bad += [(int(self.index[i]), reason) for i, reason in bad.items()]
+        mask = np.ones(self.table.num_rows, bool)
+        mask[list(bad)] = False
+        return np.flatnonzero(mask)
+
+    def drop(self, bad: Mapping[int, str]) -> None:
+        if bad:
+            self.take(self.record_bad(bad))
+
+    def drop_all(self, reason: str) -> None:
+        self.drop(dict.fromkeys(range(self.table.num_rows), reason))
+
+    def keep(self, mask: np.ndarray) -> None:
+        if not mask.all():
+            self.take(np.flatnonzero(mask))
+
+    def take(self, rows: np.ndarray) -> None:
+        self.table, self.index = self.table.take(arrow_of(rows)), self.index[rows]

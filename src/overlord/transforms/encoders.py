@@ -15,7 +15,16 @@ from overlord.sources.tables import is_mixed, numpy_of
 from overlord.transforms.base import Transform
 from overlord.transforms.chat import Chat
 from overlord.transforms.chat_encoder import ChatEncoder, build_chat_encoder, check_chat_content
-from overlord.transforms.columns import HIDDEN, Bad, Unfit, column, ids_column, kind_of, read_texts
+from overlord.transforms.columns import (
+    HIDDEN,
+    Bad,
+    RowFrame,
+    Unfit,
+    column,
+    ids_column,
+    kind_of,
+    read_texts,
+)
 from overlord.transforms.fill_in_middle import (
     FillInMiddle,
     FillInMiddleEncoder,
@@ -25,7 +34,7 @@ from overlord.transforms.fill_in_middle import (
 from overlord.transforms.loss_weights import put_weights
 from overlord.transforms.requirements import IDS
 from overlord.transforms.tokenize import Encoder, Tokenize, build_encoder, check_content
-from overlord.transforms.user_functions import RowFrame, error_text
+from overlord.transforms.user_functions import error_text
 
 # Column of a random key per row, from its identity: made by the slice stage.
 KEY = HIDDEN + "\x1ffill_in_middle"
@@ -54,6 +63,7 @@ class Encoders:
             for i, (t, after) in enumerate(pairwise(transforms))
             if isinstance(t, FillInMiddle) and isinstance(after, Tokenize)
         }
+        self.need_keys = bool(self._rearranged)  # whether rows need the column ``KEY``
 
     @property
     def contents(self) -> dict[int, str]:
@@ -63,16 +73,11 @@ class Encoders:
 
     @property
     def id_bytes(self) -> int:
-        """Bytes of an id; 4 without a tokenizer."""
+        """Bytes of an id: those of the widest tokenizer."""
         kinds = [encoder.dtype for _, encoder in self._texts.values()]
         kinds += [encoder.dtype for encoder in self._chats.values()]
         kinds += [encoder.dtype for encoder in self._rearranged.values()]
-        return max((kind.itemsize for kind in kinds), default=4)
-
-    @property
-    def need_keys(self) -> bool:
-        """Whether rows need the column ``KEY``."""
-        return bool(self._rearranged)
+        return max(kind.itemsize for kind in kinds)
 
     def check(self, contents: Mapping[int, str]) -> None:
         """Raise TransformError if a file differs from that of the launch."""

@@ -24,6 +24,7 @@ from overlord.transforms.base import Block, Transform
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
+    RowFrame,
     Unfit,
     ids_column,
     kind_of,
@@ -35,7 +36,6 @@ from overlord.transforms.image_header import BadImage, header
 from overlord.transforms.image_items import PREFIX_BYTES, Prefix, make_ready
 from overlord.transforms.images import META, Images, random_numbers
 from overlord.transforms.loss_weights import put_weights, weights_of
-from overlord.transforms.user_functions import RowFrame
 
 log = logging.getLogger("overlord")
 
@@ -45,15 +45,13 @@ WARN_ROWS = 1000  # rows of a source, all without an image, before a warning
 IMAGE_TYPES = "images (binary, struct<bytes, path>, or lists of these)"
 
 
-def find_images(source: str, transforms: Sequence[Transform]) -> Images | None:
-    """Return the only Images transform of a source, or None.
+def find_images(source: str, transforms: Sequence[Transform]) -> Images:
+    """Return the only Images transform of a source that has one.
 
     Raises TransformError if it cannot work. Images inserts tokens into finished ids, so no later
     transform may change these.
     """
     specs = [(i, t) for i, t in enumerate(transforms) if isinstance(t, Images)]
-    if not specs:
-        return None
     at, images = specs[0]
     if len(specs) > 1:
         raise TransformError(

@@ -126,3 +126,14 @@ def label_sums(weights: np.ndarray, start: np.ndarray) -> np.ndarray:
     counted = weights.astype(np.float64)
     counted[start] = 0
     return np.add.reduceat(counted, start) if len(start) else np.zeros(0)
+
+
+def runs_of(weights: Ragged) -> Ragged:
+    """Return the runs of equal weights of each document: float64, length and weight in turn."""
+    values, offsets = weights.values, weights.offsets
+    changes = np.flatnonzero(values[1:] != values[:-1]) + 1
+    start = np.union1d(changes, offsets[:-1])
+    runs = np.empty((len(start), 2))
+    runs[:, 0] = np.diff(start, append=len(values))
+    runs[:, 1] = values[start]
+    return Ragged(runs.reshape(-1), 2 * np.searchsorted(start, offsets))

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
-from overlord.sample import LOSS_WEIGHTS, Column, Ragged
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged
 from overlord.sources.tables import arrow_of, is_mixed
 from overlord.transforms.base import (
     Block,
@@ -39,6 +39,7 @@ from overlord.transforms.columns import (
     HIDDEN,
     Bad,
     Check,
+    RowFrame,
     Unfit,
     as_bool,
     as_meta,
@@ -57,7 +58,7 @@ from overlord.transforms.columns import (
     unfit_rows,
 )
 from overlord.transforms.encoders import KEY, Encoders, check_messages, check_tools
-from overlord.transforms.fill_in_middle import keys_of
+from overlord.transforms.fill_in_middle import FillInMiddle, keys_of
 from overlord.transforms.image_rows import (
     ITEM,
     RANDOM_KEY,
@@ -74,6 +75,7 @@ from overlord.transforms.loss_weights import (
     label_sums,
     put_weights,
     read_weights,
+    runs_of,
     stored,
     unequal_weights,
     weights_of,
@@ -92,7 +94,6 @@ from overlord.transforms.requirements import (
 )
 from overlord.transforms.tokenize import Tokenize
 from overlord.transforms.user_functions import (
-    RowFrame,
     columns_per_row,
     join_rows,
     meta_per_row,
@@ -102,6 +103,8 @@ from overlord.transforms.user_functions import (
     value_per_row,
 )
 
+ID_BYTES = 4  # bytes of an id in the metadata ``bytes`` of a source without a tokenizer
+
 
 class Pipeline:
     """The validated transforms of one source, with their tokenizers loaded.
@@ -110,9 +113,20 @@ class Pipeline:
     """
 
     def __init__(
-        self, source: str, transforms: Sequence[Transform], *, seed: int, context: int, on_long: str
+        self,
+        source: str,
+        transforms: Sequence[Transform],
+        *,
+        seed: int,
+        context: int,
+        on_long: str,
+        cuts: bool = False,
     ) -> None:
-        self.source, self.transforms = source, tuple(transforms)
+        """Validate the transforms.
+
+        ``cuts``: samples will be cut into pieces, so their metadata has runs of equal loss weights.
+        """
+        self.source, self.transforms, self._cuts = source, tuple(transforms), cuts
         self.seed, self.context, self.on_long = seed, context, on_long
         code = [i for i, t in enumerate(self.transforms) if t.user_code]
         self._row_stage_start = code[-1] + 1 if code else 0
@@ -120,12 +134,15 @@ class Pipeline:
         self.columns: tuple[str, ...] | None = raw_columns(source, self.transforms)
         self.refused: tuple[str, ...] = refused_columns(source, self.transforms)
         self.lengths_suffice: bool = lengths_suffice(self.transforms)
-        self._images = find_images(source, self.transforms)
+        images = any(isinstance(t, Images) for t in self.transforms)
+        self._images = find_images(source, self.transforms) if images else None
         self._image_totals = ImageTotals(source)
         own = tuple(t.name for t in self.transforms if isinstance(t, Meta))
         names = own + (META if self._images else ())
         # Names of all metadata but ``tokens`` and ``bytes``.
-        self.meta_names = names + ((LOSS_WEIGHTS,) if has_weights(self.transforms) else ())
+        weights = (LOSS_WEIGHTS, LOSS_RUNS) if cuts else (LOSS_WEIGHTS,)
+        self._weighted = has_weights(self.transforms)
+        self.meta_names = names + (weights if self._weighted else ())
         self._columns_of_meta = names
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TransformError(
@@ -140,10 +157,14 @@ class Pipeline:
         self._running: dict[int, tuple[Transform, RowFrame, RowIds | None]] = {}
         # Schema of slices that the slice stage returns unchanged, once one was seen.
         self._unchanged_schema: pa.Schema | None = None
-        self._encoders = Encoders(source, self.transforms, context)
+        self._encoders = (
+            Encoders(source, self.transforms, context)
+            if any(isinstance(t, (Tokenize, Chat, FillInMiddle)) for t in self.transforms)
+            else None
+        )
         # Bytes of one id in the metadata ``bytes``. The number is fixed for the source: in memory
         # an id may be wider, if its batch has rows of a file with wider ids.
-        self._id_bytes = self._encoders.id_bytes
+        self._id_bytes = ID_BYTES if self._encoders is None else self._encoders.id_bytes
         if self._images is not None:
             self._id_bytes = max(
                 self._id_bytes, np.min_scalar_type(self._images.placeholder).itemsize
@@ -156,7 +177,8 @@ class Pipeline:
             self.seed,
             self.context,
             self.on_long,
-            self._encoders.contents,
+            {} if self._encoders is None else self._encoders.contents,
+            self._cuts,
         )
 
     def __repr__(self) -> str:
@@ -169,7 +191,8 @@ class Pipeline:
 
         ``contents``: digest of each file at launch, by the position of its transform.
         """
-        self._encoders.check(contents)
+        if self._encoders is not None:
+            self._encoders.check(contents)
 
     @property
     def fingerprint(self) -> str:
@@ -211,7 +234,7 @@ class Pipeline:
                     )
                 ),
             )
-        if self._encoders.need_keys:
+        if self._encoders is not None and self._encoders.need_keys:
             key = key64("fill_in_middle", self.seed, self.source)
             frame.put(KEY, arrow_of(keys_of(key, ids.epoch, ids.file, ids.row)))
         try:
@@ -257,7 +280,8 @@ class Pipeline:
         for name, items in self._paired_meta:
             bad = unequal_items(frame.table, name, items) | bad
         lengths = tokens.lengths
-        if (weights := weights_of(frame.table)) is not None:
+        weights = weights_of(frame.table) if self._weighted else None
+        if weights is not None:
             bad = unequal_weights(weights, lengths) | bad
         # The usual case: no row is removed or split.
         if not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context:
@@ -296,6 +320,8 @@ class Pipeline:
             sums = label_sums(weights.values, weights.offsets[:-1])
             meta[LOSS_WEIGHTS] = Ragged(sums, np.arange(len(row) + 1))
             block.weights = Ragged(stored(weights.values), weights.offsets)
+            if self._cuts:
+                meta[LOSS_RUNS] = runs_of(weights)
         if frame.images is not None:
             assert self._images is not None
             add_items(
@@ -348,6 +374,7 @@ class Pipeline:
             if not frame.table.num_rows:
                 return
         if isinstance(t, (Tokenize, Chat)):
+            assert self._encoders is not None
             self._encoders.run(position, frame)
         elif isinstance(t, Tokens):
             _use_ids(frame, t)
@@ -443,8 +470,9 @@ def _rebuild(
     context: int,
     on_long: str,
     contents: Mapping[int, str],
+    cuts: bool,
 ) -> Pipeline:
-    pipeline = Pipeline(source, transforms, seed=seed, context=context, on_long=on_long)
+    pipeline = Pipeline(source, transforms, seed=seed, context=context, on_long=on_long, cuts=cuts)
     pipeline.check_tokenizers(contents)
     return pipeline
 

@@ -267,7 +267,9 @@ def _within_deadline(work: Callable[[], T]) -> T:
     if faults:
         raise faults[0]
     if not answers:
-        raise TimeoutError(f"expected an end within {TIMEOUTS.download_s:.0f} s, got none")
+        raise TimeoutError(
+            f"expected the download to end within {TIMEOUTS.download_s:.0f} s, got no end"
+        )
     return answers[0]
 
 

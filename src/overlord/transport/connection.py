@@ -113,17 +113,23 @@ class SocketConnection:
             else None
         )
         pool = (pool or self._own_pool) if self.shares_memory else None
-        buffers = BufferPool(2**28)
+        self._buffers: BufferPool | None = None  # made for the first large array in a frame
         self._encoder = MessageEncoder(pool, peer, self._fileno if hangup else -1)
-        self._decoder = MessageDecoder(buffers, max_held)
+        self._decoder = MessageDecoder(self._memory, max_held)
         self._send_buffer = SendBuffer()
-        self._receive_buffer = ReceiveBuffer(buffers, files=self.shares_memory)
+        self._receive_buffer = ReceiveBuffer(self._memory, files=self.shares_memory)
         self._lost: str | None = None  # why nothing more can be sent
         self._ended = False  # everything that arrived was read
         # False: if no segment is free, arrays are copied through the socket.
         self.waits_for_segments = True
         self._readable = select.poll()  # for the reader; each sender needs its own
         self._readable.register(self._fileno, select.POLLIN)
+
+    def _memory(self, nbytes: int) -> np.ndarray:
+        """Return an unused array for received bytes; the caller holds the lock of receiving."""
+        if self._buffers is None:
+            self._buffers = BufferPool(2**28)
+        return self._buffers(nbytes)
 
     @property
     def pool(self) -> SharedMemoryPool | None:

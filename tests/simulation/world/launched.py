@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from overlord.cluster.constructor_worker import ConstructorWorker
 from overlord.cluster.coordinator import Coordinator
-from overlord.cluster.coordinator_config import CoordinatorConfig, PlannerJob
+from overlord.cluster.coordinator_config import CoordinatorConfig
+from overlord.cluster.job_sources import PlannerJob
 from overlord.cluster.takeover import Takeover, first_coordinator
 from overlord.cluster.worker_factory import (
     WorkerFactory,

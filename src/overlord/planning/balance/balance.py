@@ -80,6 +80,10 @@ def place(
     Capacity and memory bounds hold whatever the method does. ``keep_order``: microbatch k of all
     buckets together is run k, or sub-draw k, of the stream.
     """
+    if (chunk := problem.chunk) is not None:
+        whole = problem.of_chunks()
+        found = place(whole, level=level, objective=objective, keep_order=keep_order)
+        return replace(found, bucket=found.bucket[chunk], microbatch=found.microbatch[chunk])
     _check(problem, level, objective, keep_order)
     found = _in_memory(problem, level, objective, keep_order)
     if (n := problem.counted(found.n_microbatches)) > found.n_microbatches:
@@ -205,7 +209,7 @@ def joined(p: PackingProblem) -> PackingProblem:
 def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> None:
     for what, found, known in (("level", level, LEVELS), ("objective", objective, OBJECTIVES)):
         if found not in known:
-            raise PlanError(f"unknown balance {what} {found!r}; known: {', '.join(known)}")
+            raise PlanError(f"balance: expected {what} {' or '.join(known)}, got {found!r}")
     method_named(p.method)
     if level != "both" and keep_order:
         raise PlanError(

@@ -1,6 +1,6 @@
 """Items inside parents: buckets inside groups of buckets, and bins inside buckets.
 
-An item has a parent first. Then a method places the items of each parent by themselves.
+Each item gets a parent first. Then a method places the items of each parent separately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def nested(
 ) -> np.ndarray:
     """Return the bin, 0 to ``n_bins`` - 1, of every item inside its parent, by the method.
 
-    ``greedy`` places in all parents at once if they are many and their bins few.
+    With many parents of few bins, ``greedy`` places the items of all parents in one call.
     """
     if n_bins == 1:
         return np.zeros(len(parent), np.int32)

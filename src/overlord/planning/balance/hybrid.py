@@ -29,12 +29,13 @@ from overlord.planning.cost.ring import RingCosts
 
 __all__ = ["HybridPlan", "HybridRules", "schedule"]
 
-NEAR = 1.005  # over the mean rank: nothing else is tried
-MUCH = 1 << 21  # rings times ranks above which rings of any size are not tried: it takes too long
-FEW = 16  # ranks up to which one ring of all for every document is tried too
-TINY = (8, 32)  # parts of its share of a full rank: shorter documents need no ring of all
-PASSES = 3  # of the quota of pipelines
-SHARES = (1.0, 0.9, 0.6)  # of the mean rank: most time of a document on a ring of whole nodes
+NEAR = 1.005  # slowest rank over the mean: at a lower ratio no other placement is tried
+MUCH = 1 << 21  # rings times ranks above which rings of any size take too long to place
+FEW = 16  # most ranks for which a ring of all ranks for every document is tried too
+# such rings are also tried for documents of more than capacity / (n x ranks) tokens alone
+TINY = (8, 32)
+PASSES = 3  # rounds of LPT, each with the times to fill pipelines that the last one gives
+SHARES = (1.0, 0.9, 0.6)  # most time of a document on a ring of whole nodes, over the mean rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class HybridPlan:
 
 
 def schedule(lengths: np.ndarray, costs: RingCosts, rules: HybridRules) -> HybridPlan:
-    """Return the schedule of documents of these lengths: the best of some, the first of equals."""
+    """Return the best of the schedules that are tried; of equals, the first."""
     check(lengths, rules)
     length = np.asarray(lengths, np.int64)
     best, slowest = None, np.inf
@@ -67,7 +68,8 @@ def schedule(lengths: np.ndarray, costs: RingCosts, rules: HybridRules) -> Hybri
 def placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Iterator[Rings]:
     """Yield placements of long documents, the cheapest to compute first.
 
-    On the least busy ranks; then on nested blocks, some of them behind rings of whole nodes.
+    The first are on the least busy ranks, the next on nested blocks. Some of these come after rings
+    of whole nodes.
     """
     least, fixed = rings.floors(length, rules)
     chains = [chain for chain in rings.chains(rules) if np.isin(least[fixed], chain).all()]
@@ -127,7 +129,7 @@ class Choice:
     def wide(self, share: float) -> Iterator[Rings]:
         """Yield the placement whose longest documents have any number of whole nodes, if any do.
 
-        ``share``: of the mean rank, that such a document takes at most.
+        ``share``: the most time of such a document, as a share of the mean rank's.
         """
         most = share * rings.mean_load(self.length, self.costs, self.rules)
         docs, size = ring_search.wide_sizes(self.length, self.least, most, self.costs, self.rules)
@@ -170,7 +172,7 @@ def _ranks_of_short(
 ) -> np.ndarray:
     """Return the rank of every short document: LPT on what the rings leave free.
 
-    With stages a rank also pays for filling and draining its pipeline: stages - 1 microbatches of
+    With stages a rank also fills and drains its pipeline, which takes stages - 1 microbatches of
     its mean time. Ranks with few long ones then get less (equal W (m V + p - 1) for all).
     """
     exact, one = length.astype(np.float64), np.ones(len(length), np.int64)

@@ -71,13 +71,15 @@ class HybridRules:
             host_bytes=float(self.offload_bytes) if self.offload_share else 0.0,
             host_memory=float(self.host_memory) if self.offload_share else 0.0,
             node=min(self.node, self.ranks),
+            virtual=self.virtual,
         )
 
     def host_tokens(self) -> float:
-        """Return the tokens of a rank with ratio 1 for which its share of the host has room."""
+        """Return the tokens of a rank whose offload at ratio 1 fits its share of host memory."""
         if not self.host_memory:
             return np.inf
-        return self.host_memory / (min(self.node, self.ranks) * self.stages * self.offload_bytes)
+        held = min(self.node, self.ranks) * self.task_rules().in_flight()
+        return self.host_memory / (held * self.offload_bytes)
 
 
 WHOLE, SWITCHES = ("node", "virtual", "count_multiple"), ("equal_counts", "padded")
@@ -93,7 +95,9 @@ def check_arguments(capacity: Any, groups: Any, rules: Mapping[str, Any]) -> dic
     given = {name: value for name, value in rules.items() if value is not None}
     for name, value in given.items():
         if name not in ARGUMENTS:
-            raise PlanError(f"unknown argument {name!r}{did_you_mean(name, ARGUMENTS)}")
+            raise PlanError(
+                f"expected a known argument, got {name!r}{did_you_mean(name, ARGUMENTS)}"
+            )
         if name in SWITCHES and not isinstance(value, bool | np.bool_):
             raise PlanError(f"expected {name} to be True, False or None, got {value!r}")
         if name in SHARES and not is_real(value):
@@ -110,13 +114,13 @@ def check_arguments(capacity: Any, groups: Any, rules: Mapping[str, Any]) -> dic
 
 
 def check(lengths: np.ndarray, rules: HybridRules) -> None:
-    """Refuse rules and lengths that have no meaning."""
+    """Raise ``PlanError`` for rules or lengths outside of their ranges."""
     least = {"ranks": 1, "capacity": 1, "node": 1, "stages": 1, "virtual": 1, "count_multiple": 1}
     for name, bound in {**least, "multiple": 0}.items():
         if getattr(rules, name) < bound:
             raise PlanError(
                 f"hybrid schedule: expected {name} of at least {bound}, got {getattr(rules, name)}",
-                remedy="correct the rules",
+                remedy="give a value in this range",
             )
     if rules.groups not in ("any", "power_of_two"):
         raise PlanError(
@@ -128,7 +132,7 @@ def check(lengths: np.ndarray, rules: HybridRules) -> None:
         if not 0 <= getattr(rules, name) <= most:
             raise PlanError(
                 f"hybrid schedule: expected {name} of 0 to {most:g}, got {getattr(rules, name)}",
-                remedy="correct the rules",
+                remedy="give a value in this range",
             )
     if rules.host_memory and not rules.offload_bytes:
         raise PlanError(

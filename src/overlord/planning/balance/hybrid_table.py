@@ -57,7 +57,10 @@ def _of_members(placed: Rings) -> np.ndarray:
 
 
 def _gathered(members: np.ndarray, size: np.ndarray, by: np.ndarray) -> np.ndarray:
-    """Return the members of tasks in another order of the tasks."""
+    """Return the members of tasks in another order: task ``by[0]`` first, then ``by[1]``, ...
+
+    ``members``: of all tasks, task after task; ``size``: number of members of each task.
+    """
     start = np.cumsum(size) - size
     held = size[by]
     first = np.cumsum(held) - held
@@ -71,7 +74,8 @@ def packs(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the pack of every short document, and the rank of every pack, rank by rank.
 
-    Longest first into the fullest pack with room; if that needs more packs than next fit, as that.
+    The longest document goes first, into the fullest pack with room (best fit). A rank for which
+    this takes more packs than next fit uses next fit.
     """
     held = ring.padded(length, 1, rules.multiple) if rules.multiple else length
     inside = np.zeros(len(rank), np.int64)
@@ -161,7 +165,7 @@ def memory_of(
 def _free_index(
     taken_rank: np.ndarray, taken_index: np.ndarray, rank: np.ndarray, ranks: int
 ) -> np.ndarray:
-    """Return indices for more tasks of ranks: those that are not taken first, then those behind."""
+    """Return indices for more tasks of ranks: first free ones, then those after the last in use."""
     width = int(taken_index.max(initial=-1)) + 1
     used = np.zeros((ranks, width), bool)
     used[taken_rank, taken_index] = True

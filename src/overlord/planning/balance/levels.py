@@ -2,13 +2,15 @@
 
 The time of a step is then the sum, over microbatch indices, of the slowest rank. So the tasks of an
 index, a *level*, should take equally long. The longest document that is left begins a level and
-sets its time by the size of its ring; others get the smallest ring that is no slower. Of some sizes
-of the first ring the one counts with which the level wastes least. Packs of short documents fill
-ranks that are free; those that are left make levels of packs of equal time. In a level the rank
-with the least work so far gets the longest pack, so ranks also end together.
+sets its time by the size of its ring; others get the smallest ring that is no slower. Several sizes
+of the first ring are tried, and the one with the least idle time is used. Packs of short documents
+fill free ranks; the other packs form levels of equal time. In a level the rank with the least work
+so far gets the longest pack, so ranks also end together.
 """
 
 from __future__ import annotations
+
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -18,10 +20,10 @@ from overlord.planning.balance.hybrid_rules import HybridRules
 from overlord.planning.balance.ring_placement import Rings
 from overlord.planning.cost.ring import RingCosts
 
-TRIES = 6  # ring sizes of the first document of a level
-WIDER = 1.1  # from one ring size of several nodes to the next
+TRIES = 6  # ring sizes that are tried for the first document of a level
+WIDER = 1.1  # ratio of consecutive ring sizes above one node
 UNITS = 1 << 20  # parts of a full pack
-ALIKE = 1.1  # times of a mean pack: documents above it are long
+ALIKE = 1.1  # a document is long if it takes more than this many times a mean pack
 
 
 def placed(
@@ -236,9 +238,13 @@ class _Room:
         self._ranks, self._node = ranks, node
         self._at = 0  # ranks below are taken by rings of several nodes
         self._left: list[int] = []  # free ranks of the nodes above, once rings in nodes began
+        self._with: list[list[int]] = []  # heaps: the nodes with a number of free ranks
 
     def take(self, d: int) -> int:
-        """Return the first rank of a ring, or -1; sizes must fall."""
+        """Return the first rank of a ring, or -1; sizes must fall.
+
+        A ring in a node takes the fullest node with room, the first of equals.
+        """
         node, ranks = self._node, self._ranks
         if d > node or d == ranks:
             if self._at + d > ranks:
@@ -246,12 +252,15 @@ class _Room:
             first, self._at = self._at, min(ranks, self._at + -(-d // node) * node)
             return first
         if not self._left:
-            starts = range(self._at, ranks, node)
-            self._left = [min(node, ranks - first) for first in starts]
-        fits = [(left, i) for i, left in enumerate(self._left) if left >= d]
-        if not fits:
+            self._left = [min(node, ranks - first) for first in range(self._at, ranks, node)]
+            self._with = [[] for _ in range(node + 1)]
+            for i, left in enumerate(self._left):
+                self._with[left].append(i)  # rising, and so a heap
+        left = next((n for n in range(d, node + 1) if self._with[n]), 0)
+        if not left:
             return -1
-        left, i = min(fits)
+        i = heappop(self._with[left])
+        heappush(self._with[left - d], i)
         self._left[i] -= d
         base = self._at + i * node
         return base + min(node, ranks - base) - left

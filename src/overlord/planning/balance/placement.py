@@ -60,6 +60,7 @@ class PackingProblem:
     # if M grows anyway, one more microbatch than needed is allowed if it levels the ranks
     spare: bool = True
     count_multiple: int = 1  # M is a multiple of this number
+    chunk: np.ndarray | None = None  # chunk of every item, rising: chunks are placed whole
 
     def counted(self, m: int) -> int:
         """Return the smallest number of microbatches of at least ``m`` that is allowed."""
@@ -75,6 +76,19 @@ class PackingProblem:
         by_tokens = -(-int(self.sizes.sum()) // (self.n_buckets * self.capacity))
         by_large = -(-int((2 * self.sizes > self.capacity).sum()) // self.n_buckets)
         return max(self.microbatches, by_tokens, by_large)
+
+    def of_chunks(self) -> PackingProblem:
+        """Return the problem whose items are the chunks."""
+        if self.chunk is None:
+            return self
+        n = int(self.chunk[-1]) + 1 if len(self.chunk) else 0
+        costs, sizes, memory = (
+            None if column is None else np.bincount(self.chunk, weights=column, minlength=n)
+            for column in (self.costs, self.sizes, self.memory)
+        )
+        assert costs is not None
+        assert sizes is not None
+        return replace(self, costs=costs, sizes=sizes.astype(np.int64), memory=memory, chunk=None)
 
     def may_add(self, m: int) -> bool:
         """Return whether one microbatch more than the ``m`` needed is allowed, to level the ranks.

@@ -10,10 +10,10 @@ from overlord.planning.cost.ring import RingCosts
 
 
 def lower_bound(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> float:
-    """Return seconds that no schedule can go below, without constants of tasks.
+    """Return a lower bound of the seconds of every schedule, without constants of tasks.
 
     It is the larger of two: the computation of the mean rank, and the longest document on its
-    fastest ring, with the transfers that show there.
+    fastest ring, with the transfers that computation does not hide there.
     """
     if not len(length):
         return 0.0

@@ -2,7 +2,7 @@
 
 ``in_blocks`` places rings of a chain from the largest size to the smallest, those of a size by LPT
 over its blocks. All ranks of a block then have the same tasks so far, and a ring starts on all its
-members at once: nobody waits, and indices are equal and dense by themselves. ``side_by_side``
+members at once: no rank waits, and indices are equal and dense by themselves. ``side_by_side``
 places few rings of whole nodes before them, whose sizes need not divide each other. ``listed``
 places rings of any size on the least busy ranks, where members may wait for each other.
 """
@@ -34,7 +34,6 @@ class Blocks:
     """Documents on ranks ``first`` to ``first + size - 1`` each."""
 
     first: np.ndarray  # int64
-    nth: np.ndarray  # int64: place among the documents of a block of this size
     end: np.ndarray  # float64 [ranks]
 
 
@@ -45,7 +44,7 @@ def nest(
 
     A block is free when the last of its ranks is: after ``wide`` documents its ranks may differ.
     """
-    first, nth = np.zeros(len(size), np.int64), np.zeros(len(size), np.int64)
+    first = np.zeros(len(size), np.int64)
     end = np.zeros(ranks) if wide is None else wide.end.copy()
     for d in chain[::-1].tolist():
         rows = np.flatnonzero(size == d)
@@ -56,11 +55,10 @@ def nest(
         free = end[: blocks * d].reshape(blocks, d).max(axis=1)
         block = binpack.lpt(seconds[rows], blocks, start=free)
         first[rows] = block.astype(np.int64) * d
-        nth[rows] = position_in_key(block, blocks)
         more = np.bincount(block, weights=seconds[rows], minlength=blocks)
         used = np.repeat(np.bincount(block, minlength=blocks) > 0, d)
         end[: blocks * d][used] = np.repeat(free + more, d)[used]
-    return Blocks(first, nth, end)
+    return Blocks(first, end)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +131,7 @@ def in_blocks(
     """
     ranks = len(wide.end)
     made = nest(seconds, size, chain, ranks, wide)
-    order = np.lexsort((made.nth, made.first, -size))
+    order = np.lexsort((-seconds, made.first, -size))  # in a block by falling time
     first, d = made.first[order], size[order]
     begins = np.concatenate(([True], (first[1:] != first[:-1]) | (d[1:] != d[:-1])))[: len(order)]
     block = np.cumsum(begins) - 1

@@ -17,24 +17,20 @@ from overlord.planning.balance.hybrid_rules import HybridRules
 from overlord.planning.balance.ring_placement import Blocks, Wide, members, nest
 from overlord.planning.cost.ring import RingCosts
 
-SHARES = (
-    1.0,
-    0.7,
-    0.5,
-    0.35,
-    0.25,
-    0.125,
-)  # of the mean rank: the longest documents that searches begin with
-# documents below this part of the mean rank level by themselves; from MANY a rank on FLUID
+# most time of a document at the start of a search, over the mean rank; one search for each
+SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.125)
+# Documents on one rank that take less than the mean rank / FEW_FLUID are left out of the search:
+# they are placed last and even out the ranks. With more than MANY documents a rank it is / FLUID.
 FLUID, FEW_FLUID, MANY = 16, 256, 64
-FASTER = 0.98  # time of a larger ring that is worth its ranks
-LEVEL, NEAR = 1.0005, 1.002  # over the bound: good enough to stop a search, and all of them
-MISSES = 6  # consecutive tries that are no better
-MOST = 48  # tries of a search
-GROWTHS = 4  # times that documents are passed over in a try since more ranks do not help them
+FASTER = 0.98  # a larger ring is used if it takes less than this share of the time
+# slowest rank over the bound at which one search stops, and at which all searches stop
+LEVEL, NEAR = 1.0005, 1.002
+MISSES = 6  # consecutive tries without a better result, after which a search stops
+MOST = 48  # tries of one search
+GROWTHS = 4  # attempts of a try to find documents that a larger ring makes faster
 TRIES, STEPS = 128, 1 << 20  # tries of all searches; and documents and ranks over all tries
-BEHIND = 3  # searches behind wide documents
-BRIEF = 1024  # documents shorter than this part of the longest never need a ring by themselves
+BEHIND = 3  # searches after wide documents
+BRIEF = 1024  # a document shorter than the longest / BRIEF starts with its smallest ring
 
 
 def nested_sizes(
@@ -45,7 +41,7 @@ def nested_sizes(
     rules: HybridRules,
     wide: Wide,
 ) -> np.ndarray:
-    """Return sizes for nested blocks, behind ``wide`` documents."""
+    """Return ring sizes for documents on nested blocks, which start after ``wide`` documents."""
     before = binpack.total(wide.end) / rules.ranks
     mean = before + rings.mean_load(length, costs, rules)
     smallest = np.searchsorted(chain, least)
@@ -75,7 +71,10 @@ def _starts(
     costs: RingCosts,
     rules: HybridRules,
 ) -> Iterator[np.ndarray]:
-    """Yield levels to begin with: documents of at most a time, then rings of at least a size."""
+    """Yield the levels at which searches begin.
+
+    The first ones bound the time of every document, the others the size of its ring from below.
+    """
     for share in SHARES:
         yield rings.within(length, smallest, chain, share * mean, costs, rules)
     for least in range(1, len(chain)):
@@ -99,7 +98,7 @@ def _searched(
     best, found, missed = np.inf, level, 0
     before = binpack.total(wide.end) / rules.ranks
     seconds = rings.seconds(length, chain[level], costs, rules)
-    stuck = np.zeros(len(length), bool)  # whose next size is no faster
+    stuck = np.zeros(len(length), bool)  # documents whose next size is not faster
     fluid = FLUID if len(length) > MANY * rules.ranks else FEW_FLUID
     tries = 0
     while tries < MOST:
@@ -140,7 +139,7 @@ def _late(
     order = np.flatnonzero(able)
     order = order[np.argsort(seconds[order], kind="stable")]
     longest = np.full(len(made.end), -1)
-    # the last one stays
+    # the last assignment counts: the longest document of each rank
     longest[members(made.first[order], size[order])] = np.repeat(order, size[order])
     found = np.unique(longest[made.end > late])
     return found[found >= 0]
@@ -149,7 +148,11 @@ def _late(
 def free_sizes(
     length: np.ndarray, least: np.ndarray, costs: RingCosts, rules: HybridRules
 ) -> np.ndarray:
-    """Return sizes of any number: what memory needs, or a time of at most the mean rank."""
+    """Return ring sizes of any number of ranks.
+
+    A ring grows until memory suffices and the document takes at most the time of the mean rank. It
+    stops where more ranks would waste too much of their time.
+    """
     mean = rings.mean_load(length, costs, rules)
     size = least.copy()
     now = rings.seconds(length, size, costs, rules)

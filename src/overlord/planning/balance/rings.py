@@ -43,7 +43,7 @@ def _halved(number: int, until: int) -> list[int]:
 
 
 def floors(length: np.ndarray, rules: HybridRules) -> tuple[np.ndarray, np.ndarray]:
-    """Return the fewest ranks whose memory holds each document, and where no larger ring does.
+    """Return the fewest ranks whose memory holds each document, and whether no other number does.
 
     Both chunks of a piece are rounded by themselves. So a piece surely fits an odd capacity only if
     it fits the even number below, or if all chunks have half of the capacity.
@@ -74,7 +74,10 @@ def floors(length: np.ndarray, rules: HybridRules) -> tuple[np.ndarray, np.ndarr
 
 
 def _with_offload(length: np.ndarray, rules: HybridRules) -> np.ndarray:
-    """Return the fewest ranks if offload takes all that it hides, with room for rounded pieces."""
+    """Return the fewest ranks if all offload that computation hides is used.
+
+    Room is left for pieces whose sizes are rounded up.
+    """
     kept = 1 - rules.offload_share * hidden_ratio(length, rules)
     room = np.minimum(rules.capacity / np.maximum(kept, 1e-9), float(FAR))
     # tokens that move: what is above the capacity, over the share of a token that can move
@@ -123,7 +126,7 @@ def mean_load(
 ) -> float:
     """Return the computation of a mean rank, without transfers.
 
-    ``constants``: with those of full tasks, of which there are as few as tokens allow.
+    ``constants``: add the constant of each task, as if every task were full.
     """
     exact, one = length.astype(np.float64), np.ones(len(length), np.int64)
     linear, square, constant = costs.coefficients(one)
@@ -143,7 +146,7 @@ def within(
 ) -> np.ndarray:
     """Return levels of the chain with which no document takes longer than ``most``.
 
-    A document whose next size wastes time of ranks, since its transfers show, keeps its size.
+    A document keeps its size if the transfers of the next size, not hidden, waste time of ranks.
     """
     level = level.copy()
     going = np.arange(len(length))

@@ -16,14 +16,17 @@ from overlord.planning.cost.models import (
     Cost,
     CostFn,
     LengthCost,
+    ModelCost,
     Scaled,
     Sum,
     Transformer,
     checked_costs,
+    encoder_of,
     fingerprint_of,
     llama_12b,
     mixtral_8x7b,
     named,
+    of_model,
     quadratic,
     register_cost,
     title_of,
@@ -35,8 +38,7 @@ from overlord.planning.cost.models import (
     vit_1b,
     vit_2b,
 )
-from overlord.planning.cost.of_model import ModelCost, encoder_of, of_model, ring_of
-from overlord.planning.cost.on_rings import ring
+from overlord.planning.cost.on_rings import ring, ring_of
 from overlord.planning.cost.ring import RingCosts, SizeFit
 
 __all__ = [

@@ -10,6 +10,7 @@ import numpy as np
 
 from overlord.checks import did_you_mean, signature_problem
 from overlord.errors import PlanError
+from overlord.job.model import Model
 from overlord.sample import Column, Columns, Ragged
 
 # ----------------------------------------------------------------------------
@@ -471,3 +472,54 @@ def checked_costs(
             "got one that is negative, infinite or NaN"
         )
     return numbers
+
+
+# ----------------------------------------------------------------------------
+# Costs of a job's model, of documents on one rank and of its images. Without a model they are those
+# of the Overlord paper (arXiv 2504.09844); only ratios matter.
+
+DENSE_12B = transformer(hidden=4608, layers=45, heads=36)  # its backbone
+VIT_1B = vit_1b  # its encoder
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCost(Cost):
+    """Forward FLOPs of documents in a ``Model``."""
+
+    model: Model
+    column: str = "tokens"
+    unit: str = "FLOPs"
+
+    def __call__(self, columns: Mapping[str, Any]) -> np.ndarray:
+        return over_lengths(columns, self.column, self.model.flops)
+
+    @property
+    def title(self) -> str:
+        return f"Model({self.model.title})"
+
+    @property
+    def linear(self) -> float:
+        """FLOPs of a token, with the attention of whole windows.
+
+        A document shorter than a window costs less, so this is an upper bound for it.
+        """
+        model, window = self.model, float(self.model.window or 0)
+        pairs = 2.0 * window if model.causal else window
+        return model.per_token + (model.layers - model.full_layers) * model.per_pair * pairs
+
+    @property
+    def square(self) -> float:
+        """FLOPs per length squared, of the layers without a window."""
+        return self.model.full_layers * self.model.per_pair
+
+
+def of_model(model: Model | None) -> Cost:
+    """Return the cost of a document on one rank; without a model that of a 12B Llama."""
+    return DENSE_12B if model is None else ModelCost(model)
+
+
+def encoder_of(model: Model | None) -> Cost:
+    """Return the cost of an image, by its patches; without an encoder that of a ViT of 1B."""
+    if model is None or model.encoder is None:
+        return VIT_1B
+    return ModelCost(model.encoder, column="image_patches")

@@ -1,15 +1,54 @@
-"""Costs of documents on one rank as costs on rings."""
+"""Costs of documents on one rank, and those of a job's model, as costs on rings."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 from overlord.errors import PlanError
+from overlord.job.model import Model
 from overlord.planning.cost.fit import Fitted
-from overlord.planning.cost.models import CostFn, LengthCost, Scaled, Sum, Transformer
-from overlord.planning.cost.of_model import ModelCost
+from overlord.planning.cost.models import (
+    DENSE_12B,
+    CostFn,
+    LengthCost,
+    ModelCost,
+    Scaled,
+    Sum,
+    Transformer,
+)
 from overlord.planning.cost.ring import RingCosts
+
+# Links and speed of a rank, assumed and not measured: 500 TFLOP/s, NVLink, 400 Gb/s.
+SPEED, INSIDE, ACROSS = 500e12, 450e9, 50e9
+# Seconds of the default model on rings, derived and not measured: forward and backward; keys and
+# values in bfloat16 travel once forward, and with their gradients thrice backward.
+RING_12B = RingCosts(
+    linear=3 * DENSE_12B.per_token / SPEED,
+    square=3 * DENSE_12B.per_pair / SPEED,
+    token_bytes=4.0 * 4 * 36 * 128 * 45,
+    inside=INSIDE,
+    across=ACROSS,
+)
+
+
+@lru_cache(maxsize=16)
+def ring_of(model: Model | None) -> RingCosts:
+    """Return the cost of a document on a ring of ranks, with the links of a usual cluster.
+
+    Grouped queries make the transfers shorter, and windows make attention linear.
+    """
+    if model is None:
+        return RING_12B
+    cost = ModelCost(model)
+    return RingCosts(
+        linear=3 * cost.linear / SPEED,
+        square=3 * cost.square / SPEED,
+        token_bytes=4.0 * model.kv_bytes,
+        inside=INSIDE,
+        across=ACROSS,
+    )
 
 
 def ring(

@@ -1,4 +1,4 @@
-"""Time of documents that a ring of ranks shares: computation, and what of its transfers shows.
+"""Time of documents that a ring of ranks shares: computation, and transfers it does not hide.
 
     t(s, d) = linear s / d + max(square s^2 / d, transfers) + constant
 

@@ -47,8 +47,9 @@ from overlord.planning.graph.lineage import (
 from overlord.planning.images import ItemSamples, Placeholders, place_by_samples, placeholders
 from overlord.planning.manual_draw import draw_by_hand
 from overlord.planning.schedule import Schedule, Weights
-from overlord.planning.selection import Prefer, choose, fitting, preferred
-from overlord.sample import Buffer, Column, Ragged, loader_is_hidden
+from overlord.planning.selection import Prefer, choose, preferred
+from overlord.planning.shapes import fitting_rows, packing_sizes
+from overlord.sample import IDS, Buffer, Column, Ragged, loader_is_hidden
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -200,13 +201,13 @@ class DGraph:
             if draw not in ("exact", "random"):
                 raise PlanError(f"unknown draw {draw!r}; known: exact, random", given.step)
             given = draw_by_hand(given, schedule, draw, seed, look_ahead)
-        if given.drawn:
-            context = given.batch.context
-            n_bins = self.tree.n_buckets("DP") * given.batch.microbatches
+        if given.chunk is not None:  # cut by hand: every chunk has a place
+            buffer = given
+        elif given.drawn:
             # all samples, whatever the nodes of this graph
             whole = DGraph.from_buffer(given, self.tree)
-            whole.check_sizes(context)
-            buffer = given.take(fitting(given, whole.sizes(), n_bins, context))
+            whole.check_sizes(given.batch.context)
+            buffer = given.take(fitting_rows(given, whole.sizes(), self.tree))
         else:
             buffer = choose(
                 given, given.scores if prefer is None else preferred(prefer, given, self.tree)
@@ -328,18 +329,19 @@ class DGraph:
             objective = "iteration" if level in ONCE or not capacity else self.buffer.objective
         problem = PackingProblem(
             costs=graph.costs,
-            sizes=self.sizes(),
-            n_buckets=self.mesh.n_buckets(self.axis),
+            sizes=packing_sizes(self.sizes(), batch) if capacity and batch.fixed else self.sizes(),
+            n_buckets=(n := self.mesh.n_buckets(self.axis)),
             capacity=capacity,
             group_size=self.group_size,
-            microbatches=batch.microbatches if capacity else 1,
+            microbatches=batch.least_microbatches(n) if capacity else 1,
             count_multiple=self.mesh.count_multiple if capacity else 1,
             method=method,
             memory=self.memory,
             memory_capacity=memory_capacity or 0.0,
             substep=None if substep is None else substep[self.sample],
-            spare=batch.layout == "packed"
-            and self.buffer.overflow == "grow",  # an additional padded microbatch costs compute
+            chunk=None if self.buffer.chunk is None else self.buffer.chunk[self.sample],
+            # an additional padded microbatch costs compute
+            spare=batch.layout == "packed" and not batch.pads and self.buffer.overflow == "grow",
         )
         try:
             found = place(problem, level=level, objective=objective, keep_order=keep_order)
@@ -364,6 +366,8 @@ class DGraph:
         blocks of ranks, as Megatron has them. ``padded``: samples are padded to 2 x ring size, by
         default if groups are powers of two or the batch pads. ``equal_counts`` of microbatches, by
         default as ``Job.sync`` says; ``count_multiple`` of them. ``node``: ranks of a node (8).
+        ``offload_share``, ``offload_base``, ``offload_slope``, ``offload_bytes``, ``host_memory``:
+        activations on the host instead of more ranks (``HybridRules``).
         """
         from overlord.planning.graph.rings import split_graph  # it imports the schedule
 
@@ -482,13 +486,8 @@ class DGraph:
         return LoadingPlan(
             step=b.step,
             names=b.names,
-            source=b.source,
-            epoch=b.epoch,
-            file=b.file,
-            row=b.row,
-            part=b.part,
+            **{n: getattr(b, n) for n in (*IDS, "substep", "offset", "remaining")},
             tokens=tokens.astype(np.int64, copy=False),
-            substep=b.substep,
             place=self.tree,
             modules={
                 "backbone": assignment_of(self, "backbone"),

@@ -1,8 +1,8 @@
 """Edges of a DGraph: what each primitive made of each node.
 
 Nodes of a state are the samples or items of the graph at that point, by number. Placing groups
-them: the nodes of later states are microbatches, counted over all buckets. Edges are computed when
-asked for, from the graphs before each primitive; a strategy that does not ask pays nothing.
+them: the nodes of later states are microbatches, counted over all buckets. Edges are computed on
+request, from the graphs before each primitive; without a request they have no cost.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def edges_of(graph: DGraph) -> list[Edge]:
     """Return the edges of every primitive of a graph, in order.
 
     A primitive that is not in ``STATES``, such as ``balance`` or a user's, places the nodes. A
-    planned graph knows the samples of its plan alone, and not the candidates that were left out.
+    planned graph has only the samples of its plan, not the candidates that were left out.
     """
     graphs = [graph]
     while (before := graphs[-1].before) is not None:
@@ -119,8 +119,9 @@ def _rows_in(later: Buffer, earlier: Buffer) -> np.ndarray:
     """Return the row in an earlier buffer of each sample of a later one."""
     if later is earlier:
         return np.arange(len(later))
+    names = IDS if later.offset is None or earlier.offset is None else (*IDS, "offset")
     ids = [
-        np.stack([getattr(buffer, name).astype(np.int64) for name in IDS], axis=1)
+        np.stack([getattr(buffer, name).astype(np.int64) for name in names], axis=1)
         for buffer in (earlier, later)
     ]
     _, number = np.unique(np.concatenate(ids), axis=0, return_inverse=True)

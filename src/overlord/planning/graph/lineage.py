@@ -60,7 +60,7 @@ def _all_nodes(
         if isinstance(column, Ragged) and not np.array_equal(column.lengths, lengths):
             other = next(iter(ragged))
             raise PlanError(
-                f"select: metadata {name!r} and {other!r} have different numbers of items",
+                f"select: expected as many items in {name!r} as in {other!r}, got another number",
                 buffer.step,
                 "select them in two graphs",
             )
@@ -77,9 +77,9 @@ def of_sources(buffer: Buffer, sources: Sequence[str]) -> np.ndarray:
     unknown = [s for s in sources if s not in buffer.names]
     if unknown:
         raise PlanError(
-            f"unknown source {unknown[0]!r}; known: {', '.join(buffer.names)}",
+            f"expected a source of the buffer, got {unknown[0]!r}",
             buffer.step,
-            "select a known source",
+            f"select one of {', '.join(buffer.names)}",
         )
     return np.flatnonzero(np.isin(buffer.source, [buffer.names.index(s) for s in sources]))
 

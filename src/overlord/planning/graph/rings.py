@@ -69,7 +69,7 @@ def ring_costs(fn: CostFn | None) -> RingCosts:
     """Return a cost function as costs of rings.
 
     ``RingCosts`` are used as they are. Of others only the cost of a token and of a pair of tokens
-    is known; their rings transfer for nothing.
+    is known; transfers on their rings have no cost.
     """
     if isinstance(fn, RingCosts):
         return fn

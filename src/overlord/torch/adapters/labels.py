@@ -2,7 +2,8 @@
 
 Shifted: the label of a token is the next token of its document (Megatron, torchtitan). Unshifted:
 it is the token itself, and the model shifts (Hugging Face). Both have labels for the same
-predictions, one position apart, so a conversion loses nothing.
+predictions, one position apart, so a conversion loses nothing. The exception are pieces of samples
+(packing="concat"): only a shifted label can be the token after the piece.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def converted(
         return labels, mask
     if facts.sliced:
         raise JobError([_NO_SLICES.format(have=f"{has} labels", wanted=wanted)], "labels")
+    if facts.continued:
+        raise JobError([_NO_PIECES.format(wanted=wanted)], "labels")
     return _moved(labels, mb, wanted, IGNORE), _moved(mask, mb, wanted, 0)
 
 
@@ -50,6 +53,13 @@ _NO_SLICES = (
     "expected a whole microbatch, got a slice (context parallelism); its {have} cannot "
     "become {wanted}, because neighbours of tokens are on other ranks. "
     "Set Batch(labels={wanted!r}) in the job: its labels are made before the slices"
+)
+
+
+_NO_PIECES = (
+    "expected whole samples, got pieces (packing='concat') whose last label is a token of another "
+    "microbatch, which cannot become {wanted}. Set Batch(labels={wanted!r}) in the job, which "
+    "leaves these labels out of the loss and out of global_valid_tokens"
 )
 
 
@@ -61,7 +71,10 @@ def _moved(values: torch.Tensor, mb: Mapping[str, Any], wanted: str, nothing: in
         moved[:, -1 if by < 0 else 0] = nothing
     else:
         bounds = as_tensor(mb["cu_seqlens_padded"]).to(device=values.device, dtype=torch.int64)
-        moved[bounds[1:] - 1 if by < 0 else bounds[:-1]] = nothing
+        # one place more: empty documents of a fixed shape begin behind the last token
+        cut = torch.zeros(len(moved) + 1, dtype=torch.bool, device=values.device)
+        cut[bounds[1:] - 1 if by < 0 else bounds[:-1]] = True
+        moved.masked_fill_(cut[:-1], nothing)
     return moved
 
 

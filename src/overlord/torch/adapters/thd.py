@@ -22,10 +22,10 @@ def packed(
     """Return the packed dict of a microbatch as flat tensors, with the keys of its stage.
 
     Bounds are those of whole documents. With ``cp_ranks`` the microbatch has pieces, and the dict
-    has ``local_cp_size``, by which Megatron finds the group of the ring; with ``dynamic`` it always
-    does. ``given``: the job's
-    ``Batch.labels``; None: that of the microbatch. Raise ``JobError`` for a ring without a group
-    (an aligned block of 2^i ranks), and for documents without equal chunks.
+    has ``local_cp_size``, by which Megatron finds the group of the ring. ``dynamic``: it always has
+    this key. ``given``: the job's ``Batch.labels``; None: that of the microbatch. Raise
+    ``JobError`` for a ring without a group (an aligned block of 2^i ranks), and for documents
+    without equal chunks.
     """
     if dynamic or "cp_ranks" in mb:
         has_keys(mb, ("cu_seqlens_padded",), adapter)
