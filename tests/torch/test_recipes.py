@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,6 +169,17 @@ def test_settings_of_transformers_that_would_be_wrong_are_refused(
     with (
         pytest.raises(ov.JobError, match=words),
         recipes.huggingface.use(trainer, text_job(tmp_path)),
+    ):
+        pass
+
+
+def test_stages_with_other_numbers_of_microbatches_are_refused(tmp_path: Path):
+    job = text_job(tmp_path)
+    more = replace(job.batch, microbatches=3)
+    staged = replace(job, until="all", stages=[ov.Stage(2), ov.Stage(2, batch=more)])
+    with (
+        pytest.raises(ov.JobError, match=r"one number of Batch\.microbatches, got 2, 3"),
+        recipes.huggingface.use(hf_trainer(tmp_path), staged),
     ):
         pass
 
