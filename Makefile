@@ -7,7 +7,7 @@ export PYTHONPATH := src
 export OVERLORD_CACHE ?= $(CURDIR)/build/cache
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters, each of which would compile every module again
 
-.PHONY: demo test test-all lint types unit laws hdp ray ray-versions bench soak package docs docs-version clean
+.PHONY: demo test test-all lint types unit laws hdp ray ray-versions trainers python-versions bench soak package docs docs-version clean
 
 # make demo RUNTIME=ray runs it on a Ray cluster of this machine.
 RUNTIME ?= local
@@ -56,6 +56,16 @@ ray: $(VENV)/.test
 # 700 MB of disk a version. make ray-versions VERSIONS="2.59.0 2.60.0" tests these alone.
 ray-versions: $(VENV)/.test
 	PYTHONPATH=src:. $(BIN)/python -m tests.ray_versions $(VERSIONS)
+
+# The scripts of docs/trainers with the released packages, one environment for each; the table of docs/versions.md is written anew. Half an hour
+# and a gigabyte of disk. make trainers TRAINERS="trl megatron" tests these alone. `make test` runs those whose package the test environment has.
+trainers: $(VENV)/.test
+	PYTHONPATH=src:. $(BIN)/python -m tests.trainers.environments $(TRAINERS)
+
+# The suite without torch on other versions of Python, each in an environment of its own; the table of docs/versions.md is written anew.
+PYTHONS ?= python3.12 python3.13
+python-versions: $(VENV)/.test
+	PYTHONPATH=src:. $(BIN)/python -m tests.python_versions $(PYTHONS)
 
 # Simulated clusters with faults, by the thousand: make soak SEEDS=100000. It takes hours; with KEEP=file one that was stopped goes on.
 SEEDS ?= 10000

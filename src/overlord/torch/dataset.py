@@ -363,7 +363,11 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             assert self.job is not None
             client = _join(self.job, self._rank, self._options)
             self._client = self._wrap(client) if self._wrap else client
-            self._first = self._client.state_dict()
+            if self.rewind:
+                self._first = self._client.state_dict()
+                if self._pending is not None:
+                    # A rank that loads a state rewinds the session, whose start then has no state.
+                    wait_for_all(self._mesh_size(), self._options)
         if self._pending is not None:
             self._load()
 

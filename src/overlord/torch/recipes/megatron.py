@@ -66,6 +66,18 @@ def train_step(model: Any, iterator: Iterator[Any], microbatches: int) -> float:
     return _mean(_run(model, iterator, microbatches, forward_only=False))
 
 
+def optimizer_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer of torch on the gradients of Megatron's ``DistributedDataParallel``.
+
+    Gradients are released afterwards: backward would add to them, and Megatron once more. Its own
+    optimizers do this themselves.
+    """
+    for parameter in model.parameters():
+        parameter.grad = parameter.main_grad
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
 def evaluate(model: Any, loader: Loader) -> float:
     """Return the mean loss of the tokens of one pass over an evaluation, over all ranks."""
     found: list[torch.Tensor] = []
