@@ -34,6 +34,7 @@ TESTS = {
     "plan": ("unit/test_step.py", "properties/test_plan.py", "properties/test_rank_views.py"),
     "planning": (
         "properties/test_concat.py",
+        "properties/test_chunk_weights.py",
         "unit/test_golden.py",
         "unit/test_planner.py",
         "unit/test_long_documents.py",
@@ -632,6 +633,17 @@ MUTATIONS = [
         ("a cut sample begins again", "np.where(rank == 0, ", "np.where(rank < 0, "),
         ("a chunk one token short", "(chunk + 1) * context)", "(chunk + 1) * context - 1)"),
         ("sources in turn", "(2 * before + length) / (2 * total)", "before"),
+        (
+            "the label after a piece has no weight",
+            "ahead = remaining > 0 if",
+            "ahead = remaining < 0 if",
+        ),
+        (
+            "weights of the sample's start",
+            "pieces.offset + 1, pieces.offset",
+            "0 * pieces.offset + 1, pieces.offset",
+        ),
+        ("a run counts once", "tokens * weight[at]", "weight[at]"),
     ),
     *_at(
         "constructor/build.py",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import rays
+from tests.sizes import ALL
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -122,7 +123,7 @@ LONGER = (
 )  # whole training loops, or several modules
 
 
-def run(path: Path, tmp_path: Path) -> str:
+def run(path: Path, tmp_path: Path, launcher: tuple[str, ...] = ()) -> str:
     """The example's output; its temporary files and its cache are bound to a folder of the test."""
     if (module := NEEDS.get(path.name)) is not None and find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
@@ -134,7 +135,8 @@ def run(path: Path, tmp_path: Path) -> str:
         "OVERLORD_CACHE": str(tmp_path / "cache"),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-W", "error::ResourceWarning", str(path)]
+    warnings = () if launcher else ("-W", "error::ResourceWarning")
+    command = [sys.executable, *warnings, *launcher, str(path)]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -145,8 +147,17 @@ def run(path: Path, tmp_path: Path) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert launcher or done.stderr == ""
     return done.stdout
+
+
+@pytest.mark.skipif(not ALL, reason="8 processes: OVERLORD_TEST_ALL=1")
+def test_the_hybrid_example_runs_under_torchrun_on_8_ranks(tmp_path: Path) -> None:
+    eight = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
+    path = next(path for path in EXAMPLES if path.name == "16_hdp.py")
+    output = run(path, tmp_path, eight)
+    assert all(f"rank {rank}: " in output for rank in range(8))
+    assert "40 steps: loss 4.3" in output
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

@@ -43,7 +43,9 @@ def job(epochs: int | None = 1, *, loss: str | None = None, **changes: Any) -> o
     """A job of three sources, of which the last two have weights if ``loss`` names them."""
     batch = {"samples": 6, "context": CONTEXT, "packing": "concat", "cp_split": "zigzag_whole"}
     batch |= {
-        k: changes.pop(k) for k in ("shape", "packing", "labels", "max_documents") if k in changes
+        k: changes.pop(k)
+        for k in ("shape", "packing", "labels", "max_documents", "layout", "pad_multiple")
+        if k in changes
     }
     settings: dict[str, Any] = {
         "name": "packed",
@@ -78,6 +80,9 @@ CASES = {
         shape="fixed", max_documents=20, place=ov.Mesh(dp=2, cp=2, tp=2, pp=2)
     ),
     "weighted chunks": job(loss="weights", shape="fixed", max_documents=24),
+    "padded rows of fixed shape": in_whole_documents(
+        loss="weights", layout="padded", pad_multiple=2, max_documents=4
+    ),
     "documents of fixed shape": in_whole_documents(),
 }
 
@@ -131,9 +136,10 @@ def test_every_runtime_delivers_the_same_bytes(runtime: str, name: str) -> None:
             assert sorted(got) == sorted(wanted)
 
 
-@pytest.fixture(scope="module", params=("chunks", "documents"))
+@pytest.fixture(scope="module", params=("chunks", "weighted chunks", "documents"))
 def calm(request: pytest.FixtureRequest) -> tuple[Any, Played]:
-    made = (job if request.param == "chunks" else in_whole_documents)(None, until=24)
+    loss = "weights" if request.param == "weighted chunks" else None
+    made = (in_whole_documents if request.param == "documents" else job)(None, until=24, loss=loss)
     return made, played(made, "local")
 
 

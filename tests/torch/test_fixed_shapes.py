@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import overlord as ov
+import overlord.torch as ot
 from overlord.errors import JobError
 from overlord.torch.adapters import huggingface, megatron, torchtitan
 
@@ -78,6 +80,40 @@ def test_a_compiled_model_is_compiled_once_for_all_steps(packing: str, microbatc
 
 def test_free_shapes_compile_more_than_once() -> None:
     assert compilations(job(packing="documents", shape="free", max_documents=None))[0] > 1
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_training_of_compiled_code_generates_it_once_and_has_the_losses_of_plain_code() -> None:
+    from torch._dynamo.utils import counters
+
+    losses: list[list[float]] = []
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(0)
+        model = Tiny()
+        call: Callable[..., Any] = torch.compile(model, fullgraph=True) if compiled else model
+        optimizer, own = torch.optim.SGD(model.parameters(), lr=0.5), []
+        with ov.launch(job(samples=2)) as session:
+            for step in session.client(0):
+                total = 0.0
+                for mb in step:
+                    tokens, positions, bounds, labels = (
+                        torch.from_numpy(np.array(mb[key]))
+                        for key in ("tokens", "position_ids", "cu_seqlens_padded", "labels")
+                    )
+                    logits = call(tokens, positions, bounds.long(), int(mb["max_seqlen"]))
+                    loss = ot.token_loss(logits, labels, step.global_valid_tokens)
+                    loss.backward()
+                    total += loss.item()
+                optimizer.step()
+                optimizer.zero_grad()
+                own.append(total)
+        losses.append(own)
+        assert counters["stats"]["unique_graphs"] == int(compiled)
+    assert len(losses[1]) == STEPS
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[0][-1] < losses[0][0]
 
 
 def first_steps(made: ov.Job, n: int = 4) -> list[ov.Microbatch]:

@@ -41,6 +41,20 @@ def test_with_stages_as_many_microbatches_wait_for_their_backward() -> None:
     assert pools.bytes.tolist() == [1100.0, 600.0, 0.0, 0.0]
 
 
+def test_interleaved_stages_keep_more_microbatches() -> None:
+    """Rank 0 of Megatron's schedule runs (2 (p - 1) + (v - 1) p + 1) / v forwards of microbatches
+    before its first backward ends.
+    """
+    for p in range(2, 9):
+        for v in range(2, 5):
+            rules = TaskRules(ranks=1, stages=p, virtual=v)
+            assert rules.in_flight() == -(-(2 * (p - 1) + (v - 1) * p + 1) // v)
+    table = TaskTable.of([[0]] * 4, [0, 1, 2, 3], offload=[1.0] * 4)
+    rules, held = TaskRules(ranks=1, stages=2, host_bytes=1.0), np.full(4, 100)
+    assert host_pools(table, rules, held).bytes.tolist() == [200.0]
+    assert host_pools(table, replace(rules, virtual=2), held).bytes.tolist() == [300.0]
+
+
 def test_a_refusal_names_rank_microbatch_bytes_limit_and_remedy() -> None:
     with pytest.raises(
         PlanError,
@@ -58,16 +72,24 @@ def test_a_refusal_names_rank_microbatch_bytes_limit_and_remedy() -> None:
     st.integers(1, 4),
     st.integers(1, 3),
     st.sampled_from([0, 0, 1]),
+    st.integers(1, 3),
     st.floats(1, 1e4),
 )
 def test_schedules_lower_the_ratio_and_raise_the_ranks_until_the_host_has_room(
-    lengths: list[int], ranks: int, node: int, stages: int, multiple: int, memory: float
+    lengths: list[int],
+    ranks: int,
+    node: int,
+    stages: int,
+    multiple: int,
+    virtual: int,
+    memory: float,
 ) -> None:
     rules = HybridRules(
         ranks=ranks,
         capacity=60,
         node=node,
         stages=stages,
+        virtual=virtual if stages > 1 else 1,
         multiple=multiple,
         offload_share=0.9,
         offload_base=0.8,

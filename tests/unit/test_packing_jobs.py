@@ -190,3 +190,69 @@ def test_images_work_with_documents_of_fixed_shape(tmp_path: Path) -> None:
             found += 1
             assert 0 <= int(row) < 64
     assert found > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [({"max_document": 20}, "max_document"), ({"on_long": "truncate"}, "on_long")],
+)
+def test_the_rest_of_a_cut_sample_ends_where_it_began(changes: dict[str, Any], name: str) -> None:
+    with ov.launch(job(CHUNKS, place=ov.Mesh())) as session:
+        client = session.client(0)
+        next(client)
+        state = client.state_dict()
+    assert state["cut"]
+    with pytest.raises(StateMismatch, match=f"{name}: saved"):
+        ov.launch(job(CHUNKS, place=ov.Mesh(), **changes), resume=state, allow=(name,)).close()
+
+
+def test_a_cut_sample_that_has_become_shorter_ends_the_job_with_its_source() -> None:
+    with ov.launch(job(CHUNKS, place=ov.Mesh())) as session:
+        client = session.client(0)
+        next(client)
+        state = client.state_dict()
+    rows = Rows([{"tokens": [1]} for _ in range(90)])
+    changed = replace(job(CHUNKS).sources[0], uri=rows)
+    entry = "source a: files"
+    made = job(CHUNKS, place=ov.Mesh(), sources=[changed])
+    with (
+        ov.launch(made, resume=state, allow=(entry,)) as session,
+        pytest.raises(ov.OverlordError, match="'a': expected a sample of more than"),
+    ):
+        next(session.client(0))
+
+
+def test_an_evaluation_has_the_same_chunks_on_every_mesh_and_refuses_what_waits() -> None:
+    sources, found = job(CHUNKS).sources, []
+    for dp in (1, 2, 3):
+        made = ov.evaluation(sources, ov.Batch(**CHUNKS, shape="fixed"), ov.Mesh(dp=dp))
+        got, error, _, _ = run(made, 0)
+        assert error is None
+        assert len({len(steps) for steps in got.values()}) == 1
+        found.append(
+            [
+                sorted(mb["tokens"].tolist() for part in steps for mb in part if mb.samples)
+                for steps in zip(*got.values(), strict=True)
+            ]
+        )
+    assert found[0] == found[1] == found[2]
+    with pytest.raises(JobError, match=r'batch\.shape: expected "free" or packing="concat"'):
+        ov.evaluation(sources, ov.Batch(**FIXED))
+
+
+def test_metrics_and_plans_of_chunks_count_tokens_pieces_and_each_sample_once() -> None:
+    second = replace(job(CHUNKS).sources[0], name="b", weight=3.0)
+    made = job(CHUNKS, sources=[*job(CHUNKS).sources, second], until=6, place=ov.Mesh())
+    with ov.launch(made, prefetch=1) as session:
+        client = session.client(0)
+        steps = list(client)
+        plans = [session.plan(step.step) for step in steps]
+        sources = session.metrics()["sources"]
+        held = session.explain(1)
+    assert {name: s["wanted"] for name, s in sources.items()} == {"a": 0.25, "b": 0.75}
+    assert sources["a"]["realised"] == pytest.approx(0.25, abs=1 / 700)
+    samples = {(p.sample.source, p.sample.row) for step in steps for mb in step for p in mb.samples}
+    assert sum(s["samples"] for s in sources.values()) == len(samples)
+    assert sum(map(len, plans)) > len(samples), "some samples are cut"
+    assert f"{len(plans[1])} pieces" in repr(plans[1])
+    assert f"{len(plans[1])} pieces, 128 tokens" in str(held)

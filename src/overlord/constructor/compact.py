@@ -261,8 +261,9 @@ def expand(
         _fill_positions(made["position_ids"], size)
     if "labels" in made:
         assert ids is not None
-        held = np.diff(true)
-        held[cut["source_ids"] < 0] = 0  # documents that only fill a fixed shape
+        held = true[1:] - true[:-1]
+        if cut["source_ids"][-1] < 0:  # documents that only fill a fixed shape
+            held[cut["source_ids"] < 0] = 0
         _fill_labels(made["labels"], made["loss_mask"], ids, held, size, layout.labels, empty)
         if NEXT_IDS in cut and layout.labels == "shifted":
             known = np.flatnonzero(cut[NEXT_IDS] >= 0)
@@ -271,7 +272,7 @@ def expand(
             made["loss_mask"][ends] = 1
     if "attention_mask" in made:
         made["attention_mask"].fill(True)
-        made["attention_mask"][_padding(np.diff(true), size)] = False
+        made["attention_mask"][_padding(true[1:] - true[:-1], size)] = False
     for key, array in made.items():
         if layout.context:
             made[key] = array = array.reshape(-1, layout.context)
@@ -312,9 +313,11 @@ def _fill_labels(
         labels[:-1] = ids[1:]
     else:
         labels[:] = ids
-    excluded = (size[:-1] + held - 1 if shifted else size[:-1])[held > 0]
-    if (padding := _padding(held, size)).size:
-        excluded = np.concatenate([excluded, padding])
+    excluded = size[:-1] + held - 1 if shifted else size[:-1]
+    if not held[-1]:
+        excluded = excluded[held > 0]
+    if held.sum() != size[-1]:
+        excluded = np.concatenate([excluded, _padding(held, size)])
     loss_mask.fill(1)
     labels[excluded] = IGNORE
     loss_mask[excluded] = 0

@@ -53,6 +53,11 @@ def problems(job: Job) -> list[str]:
                 f"source {source.name!r}.on_lost: expected 'fail' in an evaluation, got "
                 f"{source.on_lost!r}; metrics of a part of the data would go unnoticed"
             )
+    if job.batch.defers:
+        found.append(
+            'batch.shape: expected "free" or packing="concat" in an evaluation, got "fixed" with '
+            "whole documents; samples that wait depend on the mesh"
+        )
     if job.hybrid and job.max_document is None:
         found.append(
             "max_document: expected a number in an evaluation by a strategy that splits samples, "

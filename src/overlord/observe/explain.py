@@ -152,7 +152,8 @@ class StepExplanation(Explanation):
     step: int
     skipped: bool
     digest: str
-    samples: int
+    samples: int  # rows of the plan
+    rows: str  # what a row is: samples, or pieces of samples
     tokens: int
     unit: str  # the unit of the mixture: samples or tokens
     sources: tuple[SourceShare, ...]
@@ -256,6 +257,7 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
         skipped=stage.skipped,
         digest=stage.digest,
         samples=len(plan),
+        rows=plan.row_kind,
         tokens=int(plan.tokens.sum()),
         unit="tokens" if known.job.batch.mixes_tokens else "samples",
         sources=_shares(plan, known),

@@ -59,7 +59,7 @@ def _step(e: StepExplanation) -> str:
     lines = name_value_lines(
         [
             ("step", f"{e.step} ({status})"),
-            ("holds", f"{e.samples:,} samples, {e.tokens:,} tokens; digest {e.digest}"),
+            ("holds", f"{e.samples:,} {e.rows}, {e.tokens:,} tokens; digest {e.digest}"),
             ("weights", e.weights_from),
             *(
                 ("" if k else "strategy", what)
@@ -69,7 +69,7 @@ def _step(e: StepExplanation) -> str:
         ]
     )
     shown = sorted(sorted(e.sources, key=lambda s: -s.samples)[:SOURCES], key=e.sources.index)
-    head = ("source", "weight", f"wanted {e.unit}", "realised", "samples", "tokens", "from")
+    head = ("source", "weight", f"wanted {e.unit}", "realised", e.rows, "tokens", "from")
     rows = [
         (
             s.name,
@@ -87,7 +87,7 @@ def _step(e: StepExplanation) -> str:
         lines.append(
             f"and {rest} more sources with "
             f"{sum(s.samples for s in e.sources) - sum(s.samples for s in shown):,} "
-            "samples"
+            f"{e.rows}"
         )
     for m in e.modules:
         lines += ["", *_module(m, e)]

@@ -22,19 +22,20 @@ def job_metrics(
     figures: Mapping[str, Any],
     sources: Mapping[str, Mapping[str, Any]],
     on_long: str,
+    by_tokens: bool = False,
 ) -> dict[str, Any]:
     """Return steps, samples, tokens, sources, the mix of the last steps, reports and memory.
 
     ``figures``: rows of measurements of loaders, constructors and workers. ``sources``: by name,
     counters of storage and images with value 0, for a source whose readers do not answer.
-    ``on_long``: that of the job.
+    ``on_long``: that of the job. ``by_tokens``: its weights are shares of tokens.
     """
     totals, names, roles = planner.totals, list(sources), pss_by_role(figures)
     return {
         "planned_steps": planner.next_step,
         "samples": int(totals.samples.sum()),
         "tokens": int(totals.tokens.sum()),
-        "sources": _by_source(planner, totals, figures, sources, on_long),
+        "sources": _by_source(planner, totals, figures, sources, on_long, by_tokens),
         "mix": mix_by_step(totals.mixed, names),
         "feedback": planner.feedback,
         "memory": {**figures["memory"], "pss": sum(roles.values()), "roles": roles},
@@ -80,13 +81,15 @@ def _by_source(
     figures: Mapping[str, Any],
     sources: Mapping[str, Mapping[str, Any]],
     on_long: str,
+    by_tokens: bool,
 ) -> dict[str, dict[str, Any]]:
-    drawn = max(1, int(totals.samples.sum()))
+    mixed = totals.tokens if by_tokens else totals.samples
+    drawn = max(1, int(mixed.sum()))
     weights = list(planner.weights) or [0.0] * len(sources)
     stats: dict[str, dict[str, Any]] = {
         name: {
             "wanted": w / (sum(weights) or 1.0),
-            "realised": int(totals.samples[i]) / drawn,
+            "realised": int(mixed[i]) / drawn,
             "samples": int(totals.samples[i]),
             "tokens": int(totals.tokens[i]),
             "quarantined": int(totals.quarantined[i]),

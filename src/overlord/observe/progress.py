@@ -80,7 +80,7 @@ class Meter:
             [float(plan.extra.get("weights", {}).get(name, 0.0)) for name in plan.names]
         )
         self.wanted += weights / (weights.sum() or 1.0)
-        self.samples += np.bincount(plan.source, minlength=n)
+        self.samples += np.bincount(plan.begun, minlength=n)
         self.source_tokens += np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(
             np.int64
         )

@@ -107,6 +107,7 @@ def run_view(
 ) -> RenderableType:
     """Return tables of a run: mix, speed, memory, and quarantined rows with reasons."""
     what = LOST.get(job.on_long, "")
+    mixed = meter.source_tokens if job.batch.mixes_tokens else meter.samples
     head = (
         "source",
         "wanted",
@@ -121,16 +122,17 @@ def run_view(
         (
             name,
             f"{w / meter.steps:.2%}",
-            f"{n / meter.samples.sum():.2%}",
+            f"{m / mixed.sum():.2%}",
             f"{n:,}",
             f"{t:,}",
             f"{s['quarantined']:,}",
             f"{s['dropped']:,}",
             *([tokens_lost(s["tokens"], s[f"{what}_tokens"])] if what else []),
         )
-        for (name, s), w, n, t in zip(
+        for (name, s), w, m, n, t in zip(
             metrics["sources"].items(),
             meter.wanted,
+            mixed,
             meter.samples,
             meter.source_tokens,
             strict=False,
@@ -288,7 +290,7 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
         "cost / mean",
         "",
         "tokens",
-        "samples",
+        plan.row_kind,
         *(f"microbatch {m}" for m in range(cells)),
     )
     rows = [
@@ -310,7 +312,7 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     facts = [
         (
             "step",
-            f"{plan.step}: {len(plan):,} samples, {int(plan.tokens.sum()):,} tokens, "
+            f"{plan.step}: {len(plan):,} {plan.row_kind}, {int(plan.tokens.sum()):,} tokens, "
             f"placed by {strategy} on {job.place}",
         ),
         (
@@ -330,7 +332,8 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     table.columns[2].justify = "left"
     caption = [
         Text(
-            "tokens (samples) by microbatch" + (f"; not shown: {', '.join(more)}" if more else ""),
+            f"tokens ({plan.row_kind}) by microbatch"
+            + (f"; not shown: {', '.join(more)}" if more else ""),
             "dim",
         )
     ]

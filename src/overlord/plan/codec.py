@@ -72,13 +72,20 @@ def write(plan: LoadingPlan) -> bytes:
         columns_of = {n: getattr(tasks.table, n) for n in TABLE_COLUMNS}
         columns_of |= {"task": tasks.task, "end": tasks.end}
         head["tasks"] = {
-            "rules": asdict(tasks.rules),
+            "rules": _rules(tasks.rules),
             "offload_share": tasks.offload_share,
             "bound": tasks.bound,
             "columns": {n: put(column) for n, column in columns_of.items()},
         }
     text = json.dumps(head).encode()
     return MAGIC + struct.pack("<Q", len(text)) + text + b"".join(c.tobytes() for c in columns)
+
+
+def _rules(rules: TaskRules) -> dict[str, Any]:
+    found = asdict(rules)
+    if rules.virtual == 1:  # as plans before interleaved stages had it
+        del found["virtual"]
+    return found
 
 
 def _mesh(mesh: Mesh) -> dict[str, Any]:
@@ -161,7 +168,7 @@ def _tasks(head: dict[str, Any], get: Callable[[list[Any] | None], np.ndarray | 
     }
     rules = TaskRules(**given)
     if (
-        min(rules.ranks, rules.stages, rules.count_multiple, rules.node) < 1
+        min(rules.ranks, rules.stages, rules.count_multiple, rules.node, rules.virtual) < 1
         or min(rules.capacity, rules.multiple) < 0
         or max(rules.ranks, rules.multiple, rules.node) > MAX_BINS
     ):

@@ -1,8 +1,8 @@
 """Pinned host memory that offload needs: the pool of every rank, and its limit. Pure.
 
 ``ot.offload`` keeps what it moves in a pool that grows to its peak: the sum over the microbatches
-whose backward has not run, of ratio x tokens of the rank x bytes of a token. With pipeline stages
-that is one microbatch for each stage, else one.
+whose backward has not run, of ratio x tokens of the rank x bytes of a token. Without stages that is
+one microbatch; with stages every rank is counted like stage 0 (``TaskRules.in_flight``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def host_pools(table: TaskTable, rules: TaskRules, held: np.ndarray) -> HostPool
     ends = np.concatenate((np.zeros(1), np.cumsum(moved)))
     rank = table.task_rank[by]
     at = np.arange(len(by))
-    in_flight = ends[at + 1] - ends[np.maximum(bounds[rank], at + 1 - rules.stages)]
+    in_flight = ends[at + 1] - ends[np.maximum(bounds[rank], at + 1 - rules.in_flight())]
     # the first of the rows with the most bytes of each rank
     order = np.lexsort((at, -in_flight, rank))
     first = order[np.searchsorted(rank[order], np.arange(rules.ranks))[bounds[1:] > bounds[:-1]]]

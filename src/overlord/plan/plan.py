@@ -155,11 +155,21 @@ class LoadingPlan:
     def __repr__(self) -> str:
         a = self.main
         return (
-            f"LoadingPlan(step {self.step}, {len(self)} samples, {int(self.tokens.sum())} "
+            f"LoadingPlan(step {self.step}, {len(self)} {self.row_kind}, {int(self.tokens.sum())} "
             "tokens -> "
             f"{a.n_buckets} buckets x {a.n_microbatches} microbatches, imbalance "
             f"{self.imbalance()['bucket']:.3f})"
         )
+
+    @property
+    def row_kind(self) -> str:
+        """The name of a row for people: "samples", or "pieces" of samples (packing="concat")."""
+        return "samples" if self.offset is None else "pieces"
+
+    @property
+    def begun(self) -> np.ndarray:
+        """The source of each sample that begins in this step: a cut one counts once."""
+        return self.source if self.offset is None else self.source[self.offset == 0]
 
     @property
     def payload_tokens(self) -> np.ndarray:

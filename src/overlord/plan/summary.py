@@ -215,8 +215,8 @@ def table(plan: LoadingPlan) -> str:
     mean = loads.sum() / a.n_buckets or 1.0
     lines = [
         repr(plan),
-        f"{'bucket':>6}  {'cost/mean':>9}  {'tokens':>9}  {'samples':>7}  tokens "
-        "(samples) by microbatch",
+        f"{'bucket':>6}  {'cost/mean':>9}  {'tokens':>9}  {plan.row_kind:>7}  tokens "
+        f"({plan.row_kind}) by microbatch",
     ]
     for b in range(min(a.n_buckets, 64)):
         cells = "  ".join(

@@ -42,6 +42,7 @@ class TaskRules:
     host_bytes: host memory of a token with offload ratio 1; 0: unknown.
     host_memory: bytes of host memory of a node for offload; 0: no limit.
     node: ranks of a node.
+    virtual: chunks of a pipeline stage (interleaved stages).
     """
 
     ranks: int
@@ -54,6 +55,15 @@ class TaskRules:
     host_bytes: float = 0.0
     host_memory: float = 0.0
     node: int = 1
+    virtual: int = 1
+
+    def in_flight(self) -> int:
+        """Return the microbatches of stage 0 whose backward has not run, at most.
+
+        1F1B has one for each stage. Interleaved stages have more: stages + (stages - 1) / virtual.
+        """
+        more = -(-(self.stages - 1) // self.virtual) if self.virtual > 1 else 0
+        return self.stages + more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

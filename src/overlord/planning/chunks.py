@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from overlord.errors import PlanError
+from overlord.messages.control import StreamState
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.cut_pieces import cut_pieces, piece_buffer
 from overlord.planning.draw import Drawn, LoaderRequests
@@ -58,13 +59,24 @@ class TokenFront:
 
 
 def token_fronts(
-    pool: LookAheadPool, streams: Sequence[SourceStream], cut: Sequence[int]
+    pool: LookAheadPool, streams: Sequence[SourceStream], state: StreamState, names: Sequence[str]
 ) -> list[TokenFront]:
-    """Return the fronts of the sources: the samples of the pool, of which some are cut, first."""
-    return [
-        TokenFront(stream, pool.open_tokens(i), cut[i] if cut else 0)
-        for i, stream in enumerate(streams)
-    ]
+    """Return the fronts of the sources: the samples of the pool first, of which some are cut.
+
+    Raise ``PlanError`` if a cut sample has no rest: its source was changed.
+    """
+    fronts, cut = [], [*state.cut] or [0] * len(streams)
+    for i, stream in enumerate(streams):
+        tokens = pool.open_tokens(i)
+        if len(tokens) and cut[i] >= tokens[0]:
+            raise PlanError(
+                f"source {names[i]!r}: expected a sample of more than {cut[i]} tokens, of which "
+                f"steps have received {cut[i]}, got one of {tokens[0]}",
+                state.step,
+                "resume with the files and transforms of the saved run",
+            )
+        fronts.append(TokenFront(stream, tokens, cut[i]))
+    return fronts
 
 
 def place_chunks(

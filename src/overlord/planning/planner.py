@@ -491,7 +491,7 @@ class Planner:
         if self._pool is None:
             return self._streams
         if self.spec.batch.in_chunks:
-            return token_fronts(self._pool, self._streams, self._state.cut)
+            return token_fronts(self._pool, self._streams, self._state, self.spec.names)
         return self._pool.fronts(self._streams)
 
     def _remove_lost(self) -> list[Command]:

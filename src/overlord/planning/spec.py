@@ -202,9 +202,8 @@ class Ledger:
     def count(self, plan: LoadingPlan, weights: Sequence[float], active: Sequence[bool]) -> None:
         """Count the samples and tokens of a planned step, and record its mixture."""
         n = len(self.samples)
-        begun = plan.source if plan.offset is None else plan.source[plan.offset == 0]
         samples, tokens = (
-            np.bincount(begun, minlength=n),  # a sample counts with its first piece
+            np.bincount(plan.begun, minlength=n),
             np.bincount(plan.source, weights=plan.tokens, minlength=n).astype(np.int64),
         )
         self.samples += samples

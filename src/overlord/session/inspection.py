@@ -128,7 +128,10 @@ def _metrics(running: RunningJob) -> dict[str, Any]:
     running_metrics = runtime.metrics()
     planner = counted(runtime)
     at_nothing = running.prepared_for(len(planner.totals.samples)).zero_metrics()
-    found = job_metrics(planner, running_metrics, at_nothing, running.job.on_long)
+    job = running.job
+    found = job_metrics(
+        planner, running_metrics, at_nothing, job.on_long, by_tokens=job.batch.mixes_tokens
+    )
     for name, event in generation.lost_sources.items():
         found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
     found["memory"]["budget"] = _budget(prepared.options)

@@ -54,7 +54,8 @@ STREAM_FIELDS = (
     "feedback_lag",
     "on_long",
 )
-LIMIT = "max_document"  # the entry with the tokens of the longest sample, if it is not the context
+# The entry with the tokens of the longest sample: where it is not the context, and of chunks.
+LIMIT = "max_document"
 
 
 def job_fingerprint(
@@ -76,7 +77,7 @@ def job_fingerprint(
         else "function " + digest(code_text(job.strategy)),
     }
     entries |= {name: str(getattr(job, name)) for name in STREAM_FIELDS}
-    if job.document_limit != job.batch.context:
+    if job.document_limit != job.batch.context or job.batch.in_chunks:
         entries[LIMIT] = str(job.document_limit)
     if job.hooks:
         entries["hooks"] = digest(*(code_text(hook) for hook in job.hooks))
@@ -233,6 +234,7 @@ def state_from_json(
     """
     _check_form(saved)
     try:
+        _check_cut(saved, job, fingerprint)
         _check_fingerprint(saved, job, fingerprint, allow)
         state = _state_of(saved, job, orders)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
@@ -240,7 +242,6 @@ def state_from_json(
         problem = f"the state is damaged: {type(e).__name__}: {e}"
         raise StateMismatch({}, remedy, problem) from e
     _check_ahead(state, job)
-    _check_cut(saved, job)
     return _with_schedule(state, job, allow)
 
 
@@ -313,12 +314,24 @@ def _check_ahead(state: StreamState, job: Job) -> None:
     )
 
 
-def _check_cut(saved: Mapping[str, Any], job: Job) -> None:
-    """Refuse a state with cut samples for a job that takes whole samples, and the reverse."""
-    if saved.get("cut") and not job.batch.in_chunks:
+def _check_cut(saved: Mapping[str, Any], job: Job, fingerprint: Mapping[str, str]) -> None:
+    """Refuse a state with cut samples for a job that has no rest of them, whatever it allows."""
+    if not saved.get("cut"):
+        return
+    if not job.batch.in_chunks:
         raise StateMismatch(
             {"cut": ("samples of which steps have received a part", "a batch of whole samples")},
             'continue with packing="concat"; the end of an epoch or of the data has no cut sample',
+        )
+    then = saved["fingerprint"]
+    if other := {
+        name: (str(then.get(name)), fingerprint[name])
+        for name in (LIMIT, "on_long")
+        if then.get(name) != fingerprint[name]
+    }:
+        raise StateMismatch(
+            other,
+            "set the saved values: steps have received parts of samples, which would end elsewhere",
         )
 
 

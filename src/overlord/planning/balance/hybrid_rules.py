@@ -71,13 +71,15 @@ class HybridRules:
             host_bytes=float(self.offload_bytes) if self.offload_share else 0.0,
             host_memory=float(self.host_memory) if self.offload_share else 0.0,
             node=min(self.node, self.ranks),
+            virtual=self.virtual,
         )
 
     def host_tokens(self) -> float:
         """Return the tokens of a rank whose offload at ratio 1 fits its share of host memory."""
         if not self.host_memory:
             return np.inf
-        return self.host_memory / (min(self.node, self.ranks) * self.stages * self.offload_bytes)
+        held = min(self.node, self.ranks) * self.task_rules().in_flight()
+        return self.host_memory / (held * self.offload_bytes)
 
 
 WHOLE, SWITCHES = ("node", "virtual", "count_multiple"), ("equal_counts", "padded")

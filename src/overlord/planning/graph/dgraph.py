@@ -366,6 +366,8 @@ class DGraph:
         blocks of ranks, as Megatron has them. ``padded``: samples are padded to 2 x ring size, by
         default if groups are powers of two or the batch pads. ``equal_counts`` of microbatches, by
         default as ``Job.sync`` says; ``count_multiple`` of them. ``node``: ranks of a node (8).
+        ``offload_share``, ``offload_base``, ``offload_slope``, ``offload_bytes``, ``host_memory``:
+        activations on the host instead of more ranks (``HybridRules``).
         """
         from overlord.planning.graph.rings import split_graph  # it imports the schedule
 

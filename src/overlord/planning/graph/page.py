@@ -59,7 +59,9 @@ def page(step: PageStep) -> str:
     text = (assets / "graph.html").read_text(encoding="utf-8")
     scripts = "\n".join((assets / name).read_text(encoding="utf-8") for name in SCRIPTS)
     parts = {
-        "title": escape(f"Step {step.plan.step}: {len(step.plan):,} samples on {step.place}"),
+        "title": escape(
+            f"Step {step.plan.step}: {len(step.plan):,} {step.plan.row_kind} on {step.place}"
+        ),
         "style": (assets / "graph.css").read_text(encoding="utf-8"),
         "facts": in_script(facts(step)),
         "script": f'"use strict";\n(() => {{\n{scripts}}})();\n',
