@@ -35,6 +35,7 @@ TESTS = {
     "planning": (
         "properties/test_concat.py",
         "properties/test_chunk_weights.py",
+        "properties/test_source_budgets.py",
         "unit/test_golden.py",
         "unit/test_planner.py",
         "unit/test_long_documents.py",
@@ -59,6 +60,7 @@ TESTS = {
     ),
     "loader": (
         "unit/test_golden.py",
+        "properties/test_source_budgets.py",
         "unit/test_loader.py",
         "unit/test_reader.py",
         "unit/test_loader_rollback.py",
@@ -538,8 +540,8 @@ MUTATIONS = [
         ),
         (
             "a restored epoch starts at its first group",
-            "for g in range(group, self.n_groups):",
-            "for g in range(0, self.n_groups):",
+            "for g in range(group, self.groups_of(epoch)):",
+            "for g in range(0, self.groups_of(epoch)):",
         ),
     ),
     *_at(
@@ -622,6 +624,34 @@ MUTATIONS = [
             "first = min(self._steps, default=0) - 1",
             "first = max(self._steps, default=0)",
         ),
+    ),
+    *_at(
+        "planning/budgets.py",
+        (
+            "one token beyond the budget",
+            "= front.samples_within(left)",
+            "= front.samples_within(left + 1)",
+        ),
+        (
+            "look-ahead beyond the budget",
+            "isinstance(front, BudgetFront) and front.ended",
+            "isinstance(front, BudgetFront) and front is None",
+        ),
+        (
+            "candidates as timing has them",
+            "isinstance(front, BudgetFront) and front.ended",
+            "isinstance(front, BudgetFront)",
+        ),
+        ("a chunk beyond the budget", "min(held, self._left)", "held"),
+        ("a budget for each launch", "source.max_tokens - drawn[i]", "source.max_tokens"),
+        ("rows after a budget in quarantine", "or ready > 0)", "and ready < 0)"),
+    ),
+    *_at(
+        "loader/partial_epoch.py",
+        ("a part one row short", "Fraction(1, 2))", "Fraction(1, 2)) - 1"),
+        ("the last window whole", "(key < limit) | (", "(key <= limit) | ("),
+        ("the last chunk whole", "< np.uint64(self.below)", "<= np.uint64(WHOLE - 1)"),
+        ("a wrong window", "(middle + 1) * slice_rows", "middle * slice_rows"),
     ),
     *_at(
         "planning/chunks.py",

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from fractions import Fraction
 from hashlib import blake2b
 from itertools import count, islice
-from math import fsum
+from math import ceil, fsum
 from typing import Any
 
 from overlord.job.job import Job, Source
-from tests.reference_rows import DROPPED, FAILED, Chunk, read_chunks, transform
+from tests.reference_rows import DROPPED, FAILED, Chunk, chunk_sizes, read_chunks, transform
 
 U = 2**40
 MASK = 2**64 - 1
@@ -100,9 +100,12 @@ def samples(
     long: dict[str, list[int]],
 ) -> Iterator[Sample]:
     chunks, bad = read_chunks(job, source), 0
-    for epoch in count() if source.epochs is None else range(source.epochs):
-        empty = True
-        for file, row, outcome in rows_in_order(job, source, chunks, epoch):
+    for epoch in count() if source.epochs is None else range(ceil(source.epochs)):
+        empty, rows = True, rows_in_order(job, source, chunks, epoch)
+        if source.epochs is not None and source.epochs < epoch + 1:
+            rows = part_of(rows, job, source, chunks, epoch)
+            empty = not epoch
+        for file, row, outcome in rows:
             if outcome == DROPPED:
                 continue
             if outcome != FAILED and (lost := lost_tokens(len(outcome), job)):
@@ -120,6 +123,40 @@ def samples(
                 yield (source.name, epoch, file, row, part), tokens
         if empty:
             raise ValueError(f"{source.name}: epoch {epoch} has no sample")
+
+
+def part_of(
+    rows: Iterator[tuple[int, int, Any]], job: Job, source: Source, chunks: list[Chunk], epoch: int
+) -> Iterator[tuple[int, int, Any]]:
+    """Return the rows of the last epoch if `epochs` is not a whole number."""
+    part = Fraction(source.epochs) % 1
+    sizes = chunk_sizes(job, source)
+    if sizes is None:
+        n = sum(len(rows) for _, rows in chunks)
+        return islice(rows, int(part * n + Fraction(1, 2)))
+    order = list(range(len(chunks)))
+    if source.shuffle:
+        key = key64("chunks", job.seed, source.name, epoch)
+        order.sort(key=lambda chunk: (keyed_hash(key, chunk), chunk))
+    left, below, key = part * sum(sizes), {}, key64("part", job.seed, source.name, epoch)
+    for chunk in order:  # the share of every chunk, as a threshold of the hash
+        share = min(Fraction(1), left / sizes[chunk]) if sizes[chunk] else Fraction(left > 0)
+        left -= share * sizes[chunk]
+        below |= {(chunks[chunk][0], row): int(share * 2**64) for row, _ in chunks[chunk][1]}
+    return (r for r in rows if keyed_hash(key, r[0], r[1]) < below[r[0], r[1]])
+
+
+def within_budget(stream: Iterator[Sample], source: Source, job: Job) -> Iterator[Sample]:
+    """End a stream before the sample that exceeds `max_tokens`; in chunks, inside that sample."""
+    left = source.max_tokens
+    if left is None:
+        yield from stream
+        return
+    while left > 0 and (sample := next(stream, None)) is not None:
+        if len(sample[1]) > left and job.batch.packing == "documents":
+            return
+        left -= len(sample[1])
+        yield sample
 
 
 def rows_in_order(
@@ -188,7 +225,10 @@ class Mixer:
         self.job = job
         self.mixture, self.reports, self.joins = copy.deepcopy(job.mixture), reports, joins
         self.asked: tuple[int, Any] = (-1, None)  # the last step, and the mixture's result for it
-        self.streams = [samples(job, source, quarantine, long) for source in job.sources]
+        self.streams = [
+            within_budget(samples(job, source, quarantine, long), source, job)
+            for source in job.sources
+        ]
         self.active = [True] * len(self.streams)
         self.owed = [0] * len(self.streams)
         self.picks = 0  # random picks made in this step

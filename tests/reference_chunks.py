@@ -6,7 +6,7 @@ Every token is one object here, so that nothing is ever cut. It shares no code w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count, groupby
+from itertools import count, groupby, islice
 from typing import Any, NamedTuple
 
 from overlord.job.job import Job
@@ -34,7 +34,10 @@ def reference_chunks(
 ) -> Iterator[list[list[Piece]]]:
     """Return the chunks of each step, each as its pieces; arguments as in ``reference_stream``."""
     mixer = Mixer(job, [] if quarantine is None else quarantine, {}, joins or {}, {})
-    streams: Any = [tokens_of(stream) for stream in mixer.streams]
+    streams: Any = [
+        islice(tokens_of(stream), source.max_tokens)
+        for stream, source in zip(mixer.streams, job.sources, strict=True)
+    ]
     mixer.streams = streams
     context = job.batch.context
     size = job.batch.samples * context if job.batch.samples else job.batch.tokens

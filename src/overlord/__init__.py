@@ -81,6 +81,7 @@ _MODULES = {
     "cost": "overlord.planning.cost",
     "schedule": "overlord.planning.schedule",
     "strategy": "overlord.planning.strategies",
+    "torch": "overlord.torch",
 }
 
 __all__ = ["__version__", *_HOME, *_MODULES]

@@ -84,6 +84,11 @@ SAYS = {
         "40 steps: loss 4.3",
         " to 0.",
     ],
+    "25_budgets.py": [
+        "code: 250 documents",
+        "licensed: 159 documents, 4,982 tokens; ended after step 49",
+        "licensed, with a raised budget: 7,992 of 8,000 tokens",
+    ],
     "24_evaluation.py": [
         "step 59: 1736 tokens, loss 0.00",
         "dp=16: 1736 tokens, loss 0.00",

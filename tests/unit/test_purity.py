@@ -34,6 +34,7 @@ VALUES = (
 )
 CORES = (
     "loader.loader",
+    "loader.partial_epoch",
     "loader.samples",
     "constructor.assembler",
     "constructor.compact",

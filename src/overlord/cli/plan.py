@@ -1,4 +1,4 @@
-"""``overlord plan``: print the plan of one step."""
+"""``overlord plan``: print the plan of one step, or predict the end of a job."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ from overlord.cli.common import (
 
 @click.command()
 @job_argument
+@click.option("--step", type=click.IntRange(min=0), help="The step to show, counted from 0.")
 @click.option(
-    "--step", type=click.IntRange(min=0), required=True, help="The step to show, counted from 0."
+    "--until-end",
+    is_flag=True,
+    help="Predict the step at which each source ends, its tokens and its share. An estimate from "
+    "a sample of documents, unless the index has the length of every one.",
 )
+@click.option("--exact", is_flag=True, help="With --until-end: read every document instead.")
+@click.option("--json", "json_wanted", is_flag=True, help="With --until-end: print JSON.")
 @click.option("--place", metavar="dp=64", help="Plan for another mesh than the job's.")
 @click.option("--strategy", metavar="NAME", help="Plan with another strategy than the job's.")
 @click.option(
@@ -35,16 +41,40 @@ from overlord.cli.common import (
 @debug_option
 def plan(
     job_yaml: Path,
-    step: int,
+    step: int | None,
+    until_end: bool,
+    exact: bool,
+    json_wanted: bool,
     place: str | None,
     strategy: str | None,
     html: Path | None,
     modules: tuple[str, ...],
     debug: bool,
 ) -> None:
-    """Print the plan of one step."""
+    """Print the plan of one step, or predict when each source ends."""
+    if (step is None) is not until_end:
+        raise click.UsageError("expected --step N or --until-end; give one of them")
+    of_end, of_step = exact or json_wanted, place or strategy or html
+    if (of_end and not until_end) or (of_step and until_end):
+        raise click.UsageError(
+            "expected --exact and --json with --until-end, and other options with --step"
+        )
 
-    def act() -> None:
+    def predict() -> None:
+        import json
+
+        from overlord.cli.plan_end import predict_end, prediction_view
+        from overlord.observe.tables import step_counter
+
+        job, console = read_job(job_yaml, modules), make_console()
+        with step_counter(make_console(stderr=True), "predicted", job.until) as advance:
+            found = predict_end(job, exact=exact, progress=advance, note=note)
+        if json_wanted:
+            click.echo(json.dumps(found.to_dict()))
+        else:
+            console.print(prediction_view(found), soft_wrap=True)
+
+    def act(step: int) -> None:
         from dataclasses import replace
 
         from overlord.cli.plan_step import parse_place, planned
@@ -68,4 +98,4 @@ def plan(
         if html is not None:
             console.print(f"wrote {html}", markup=False)
 
-    run_guarded(act, debug)
+    run_guarded(predict if step is None else lambda: act(step), debug)

@@ -73,7 +73,7 @@ def planned(
     """
     begin = RecordedSteps.of(job).position_before(step)
     allow = ("strategy",) if what_if else ()
-    with _planning_session(job, begin, note, allow=allow) as (session, first):
+    with planning_session(job, begin, note, allow=allow) as (session, first):
         if step > first:
             session.skip(range(first, step))
         taker = _StepTaker(session)
@@ -130,7 +130,7 @@ def _search(
     begin: JobPosition,
     note: Note,
 ) -> SampleExplanation:
-    with _planning_session(job, begin, note) as (session, first):
+    with planning_session(job, begin, note) as (session, first):
         # Refuse an id that no step can hold before anything is read.
         explain_sample(sample, current_knowledge(session.internals))
         found: list[PlannedStep] = []
@@ -156,7 +156,7 @@ def _search(
 
 
 @contextmanager
-def _planning_session(
+def planning_session(
     job: Job, begin: JobPosition, note: Note, allow: tuple[str, ...] = ()
 ) -> Iterator[tuple[Session, int]]:
     """Yield a session that only plans, and the step at which it begins.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import overlord as ov
 from overlord.errors import JobError, StateMismatch
 from overlord.hashing import digest
+from overlord.job.budgets import is_endless
 from overlord.observe.explain_text import time_over_mean
 from overlord.observe.progress import Meter, Taken, watch
 from overlord.observe.tables import run_view
@@ -51,7 +52,7 @@ def never_ends(job: Job) -> bool:
     weights = (
         job.mixture if isinstance(job.mixture, dict) else {s.name: s.weight for s in job.sources}
     )
-    drawn = [s.epochs is None for s in job.sources if weights.get(s.name, 0) > 0]
+    drawn = [is_endless(s) for s in job.sources if weights.get(s.name, 0) > 0]
     return (job.until == "all" and any(drawn)) or (job.until == "first" and all(drawn))
 
 
@@ -61,14 +62,17 @@ def run_job(run: RunRequest, console: Console, err: Console) -> Meter:
     Raise ``JobError`` for a job that never ends, if no number of steps is given.
     """
     if run.steps is None and never_ends(run.job):
-        endless = [s.name for s in run.job.sources if s.epochs is None]
+        endless = [s.name for s in run.job.sources if is_endless(s)]
         who = (
             f"{endless[0]} repeats"
             if len(endless) == 1
             else f"{', '.join(endless[:5])}{' and others' * (len(endless) > 5)} repeat"
         )
         raise JobError(
-            [f"the job never ends, because {who} forever; give --steps N or epochs, or set until"],
+            [
+                f"the job never ends, because {who} forever; give --steps N, set epochs or "
+                "max_tokens, or set until"
+            ],
             "run",
         )
     if run.save is not None:

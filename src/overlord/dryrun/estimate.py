@@ -212,7 +212,7 @@ def estimate_sizes(
     """
     check_request(job, request)
     # The sources repeat, since a large cluster would finish a small corpus at once.
-    endless = tuple(replace(source, epochs=None) for source in job.sources)
+    endless = tuple(replace(source, epochs=None, max_tokens=None) for source in job.sources)
     prepared = PreparedJob(
         replace(job, journal=None, sources=endless, evaluation=False), Options(cache_dir=cache_dir)
     )

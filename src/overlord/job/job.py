@@ -16,7 +16,7 @@ from typing import Any
 from overlord import late_binding
 from overlord.checks import did_you_mean, is_int, is_real, one_of, shown_name, signature_problem
 from overlord.errors import JobError
-from overlord.job import document_limit, one_pass, packing
+from overlord.job import budgets, document_limit, one_pass, packing
 from overlord.job.consumption import consume_problems
 from overlord.job.hooks import Hook, hook_problems
 from overlord.job.mixture_weights import mixture_problems, schedule_problems
@@ -64,8 +64,9 @@ class Source:
     weight: share in the mixture, at least 0; weights need not sum to 1. Default 1.0.
     shuffle: whether chunks and rows are shuffled; False keeps files in listing order and rows in
         file order. Default True.
-    epochs: passes over the source. Default None: no limit, so the job needs ``until``, or a trainer
-        that stops by itself.
+    epochs: passes over the source; 2.5 ends in the middle of the third. Default None: no limit, so
+        the job needs ``until``, or a trainer that stops by itself.
+    max_tokens: most tokens that the job draws from the source. Default None: no limit.
     max_bad: number of consecutive failed rows, in stream order, that ends the job. Default 100.
     workers: "threads", or "processes": a process for each loader runs the transforms. Not in the
         fingerprint. Default "threads".
@@ -82,13 +83,16 @@ class Source:
     deferred: Sequence[Any] = field(default=(), kw_only=True)
     weight: float = field(default=1.0, kw_only=True)
     shuffle: bool = field(default=True, kw_only=True)
-    epochs: int | None = field(default=None, kw_only=True)
+    epochs: float | None = field(default=None, kw_only=True)
     max_bad: int = field(default=100, kw_only=True)
     workers: str = field(default="threads", kw_only=True)
     max_sample_bytes: int = field(default=2**26, kw_only=True)
     on_lost: str = field(default="fail", kw_only=True)
+    max_tokens: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        for name in ("epochs", "max_tokens"):
+            object.__setattr__(self, name, budgets.normal(getattr(self, name)))
         for name in ("transforms", "deferred"):
             if isinstance(given := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(given))
@@ -152,11 +156,7 @@ class Source:
             found.append(
                 f"{at}.weight: expected a finite number of at least 0, got {self.weight!r}"
             )
-        if self.epochs is not None and (not is_int(self.epochs) or self.epochs < 1):
-            found.append(
-                f"{at}.epochs: expected a whole number of at least 1, or None for no limit, "
-                f"got {self.epochs!r}"
-            )
+        found += budgets.problems(at, self.epochs, self.max_tokens)
         if not isinstance(self.shuffle, bool):
             found.append(f"{at}.shuffle: expected true or false, got {self.shuffle!r}")
         for name in ("max_bad", "max_sample_bytes"):

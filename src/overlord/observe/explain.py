@@ -187,7 +187,8 @@ class SlotOfSample:
 class SampleExplanation(Explanation):
     """An explanation of a sample, or of a row without a sample.
 
-    ``status`` is "placed", "skipped", "quarantined", "ahead", "gone", "no sample" or "undecided".
+    ``status`` is "placed", "skipped", "quarantined", "ahead", "gone", "never", "no sample" or
+    "undecided".
     The fields from ``step`` on are set if a retained plan has the sample.
     """
 
@@ -454,10 +455,11 @@ def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
             f"{sample.source!r}{did_you_mean(sample.source, known.names)}"
         )
     source = known.names.index(sample.source)
-    files, epochs = (
+    files, given = (
         known.indexes[source].files,
         known.job.sources[source].epochs if source < len(known.job.sources) else None,
     )
+    epochs = known.orders[source].begun(given)
     if not 0 <= sample.file < len(files):
         raise PlanError(
             f"no sample {sample}: source {sample.source!r} has files 0 to {len(files) - 1}"
@@ -471,6 +473,8 @@ def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
     chunk = known.lookup(source).chunk_of(sample.file, sample.row)
     if chunk < 0:
         raise PlanError(f"no sample {sample}: {files[sample.file].path} has no row {sample.row}")
+    if not known.lookup(source).in_epoch(sample, chunk):
+        raise PlanError(f"no sample {sample}: its epoch ends before it, since epochs is {given}")
     return source, chunk
 
 
@@ -491,6 +495,8 @@ def _without_plan(sample: SampleId, source: int, chunk: int, known: Known) -> tu
             "It is in the group that the stream reads now: not drawn yet, or dropped by "
             f"{dropper}; {where}.",
         )
+    if not passed and not known.state.active[source]:
+        return "never", f"Never drawn: the source has left the job, as by a budget; {where}."
     if not passed and not complete and (known.job.look_ahead > 1 or known.job.overflow == "defer"):
         return (
             "undecided",

@@ -102,11 +102,31 @@ def progress_bar(err: Console, what: str, total: int) -> Iterator[Callable[[Any]
         )
 
 
+@contextmanager
+def step_counter(
+    err: Console, what: str, total: int | str | None
+) -> Iterator[Callable[[int], None]]:
+    """Show the number of finished steps on a terminal; a bar if ``total`` is a number.
+
+    The context value is a function that receives the number.
+    """
+    if isinstance(total, int):
+        with progress_bar(err, what, total) as advance:
+            yield advance
+        return
+    if not err.is_terminal:
+        yield lambda _: None
+        return
+    with err.status(f"{what} 0 steps") as status:
+        yield lambda done: status.update(f"{what} {done:,} steps")
+
+
 def run_view(
     job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Sequence[Mapping[str, Any]]
 ) -> RenderableType:
     """Return tables of a run: mix, speed, memory, and quarantined rows with reasons."""
     what = LOST.get(job.on_long, "")
+    limited = any(source.max_tokens is not None for source in job.sources)
     mixed = meter.source_tokens if job.batch.mixes_tokens else meter.samples
     head = (
         "source",
@@ -117,6 +137,7 @@ def run_view(
         "quarantined",
         "dropped",
         *([f"{what} tokens"] if what else []),
+        *(["budget"] if limited else []),
     )
     rows = [
         (
@@ -128,6 +149,7 @@ def run_view(
             f"{s['quarantined']:,}",
             f"{s['dropped']:,}",
             *([tokens_lost(s["tokens"], s[f"{what}_tokens"])] if what else []),
+            *([budget_used(s)] if limited else []),
         )
         for (name, s), w, m, n, t in zip(
             metrics["sources"].items(),
@@ -169,6 +191,14 @@ def run_view(
             *(Text(_quarantined(q)) for q in quarantine[-REASONS:]),
         ]
     return Group(*views)
+
+
+def budget_used(source: Mapping[str, Any]) -> str:
+    """Return, as text, the share of its token budget that a source has given; "" without one."""
+    if source["max_tokens"] is None:
+        return ""
+    used = f"{source['tokens'] / source['max_tokens']:.1%}"
+    return f"{used}, ended" if source["ended"] else used
 
 
 def tokens_lost(tokens: int, lost: int) -> str:

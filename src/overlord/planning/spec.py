@@ -43,6 +43,8 @@ class SourceSpec:
     leaves: bool = False
     # the source's own weight, used if it was added in mid-run and the mixture does not name it
     weight: float = 0.0
+    max_tokens: int | None = None  # most tokens that the job draws from the source
+    last_groups: int | None = None  # groups of the last epoch, if it ends early
 
     def stream(self, cursor: Cursor) -> SourceStream:
         """Return a new stream of the source that starts at ``cursor``."""
@@ -54,6 +56,7 @@ class SourceSpec:
             max_bad=self.max_bad,
             cursor=cursor,
             files=self.files,
+            last_groups=self.last_groups,
         )
 
 
@@ -92,6 +95,11 @@ class PlannerSpec:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(s.name for s in self.sources)
+
+    @property
+    def budgeted(self) -> bool:
+        """Whether a source has a budget of tokens."""
+        return any(source.max_tokens is not None for source in self.sources)
 
     def drawer(self) -> Drawer:
         """Return the rules of the draw."""

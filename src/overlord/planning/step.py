@@ -16,7 +16,7 @@ from overlord.plan.plan import LoadingPlan
 from overlord.planning.draw import Drawn, LoaderRequests, owed_after, step_positions
 from overlord.planning.images import check_images
 from overlord.planning.mixture import sources_of_step
-from overlord.planning.selection import check_choice, checked_scores, counts_of, rows_of
+from overlord.planning.selection import check_choice, checked_scores, rows_of
 from overlord.planning.shapes import candidate_order, check_shapes
 from overlord.planning.spec import Ledger, PlannerSpec
 from overlord.planning.stream import SourceStream, StreamPiece, step_meta
@@ -515,15 +515,21 @@ def place_drawn(
 
 
 def place_chosen(
-    context: StepContext, drawn: Drawn, pool: LookAheadPool, demand: LoaderRequests
+    context: StepContext,
+    drawn: Drawn,
+    counts: Sequence[int],
+    pool: LookAheadPool,
+    demand: LoaderRequests,
 ) -> PlacedStep:
     """Let the strategy choose among the pool's candidates, or defer samples that do not fit.
+
+    ``counts``: the number of candidates of each source, if the pool has as many.
 
     Raise ``PlanError`` for an invalid plan.
     """
     spec, state = context.spec, context.state
     pops = pool.number(demand.n_loaders)
-    candidates = pool.candidates(counts_of(drawn.counts, spec.look_ahead))
+    candidates = pool.candidates(counts)
     pieces = PieceColumns(candidates.pieces)
     chooses, substep = spec.look_ahead > 1 and not spec.batch.defers, None
     if spec.batch.defers:

@@ -132,6 +132,8 @@ def _metrics(running: RunningJob) -> dict[str, Any]:
     found = job_metrics(
         planner, running_metrics, at_nothing, job.on_long, by_tokens=job.batch.mixes_tokens
     )
+    for source in job.sources:
+        found["sources"].get(source.name, {})["max_tokens"] = source.max_tokens
     for name, event in generation.lost_sources.items():
         found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
     found["memory"]["budget"] = _budget(prepared.options)

@@ -201,7 +201,18 @@ class RunningJob:
             microbatches=job.batch.microbatches,
             world_size=job.place.world_size,
             evaluation=job.evaluation,
+            missing_ranks=self.missing_ranks,
         )
+
+    def missing_ranks(self) -> list[int]:
+        """Return the ranks of the mesh that no client takes, before the first step.
+
+        Of a session that serves other processes it is empty: it waits for all ranks.
+        """
+        with self.lock:
+            if self.begun or self.remote_ranks is not None:
+                return []
+            return [rank for rank in range(self.job.place.world_size) if rank not in self.clients]
 
     def new_queue(self, rank: int, generation: Generation) -> StepQueue:
         """Return an empty step queue of a rank. The caller holds the lock."""

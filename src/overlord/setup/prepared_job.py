@@ -20,6 +20,7 @@ from overlord.job.consumption import consumed_by
 from overlord.job.hooks import CONSUME
 from overlord.job.job import Job, Source
 from overlord.loader.loader import Loader
+from overlord.loader.partial_epoch import partial_epoch
 from overlord.loader.reader import SourceReader
 from overlord.loader.samples import SourceOrder
 from overlord.mesh import ClientPlaceTree
@@ -170,13 +171,15 @@ class PreparedJob:
         return SourceSpec(
             name=source.name,
             n_groups=self.orders[i].n_groups,
-            epochs=source.epochs,
+            epochs=self.orders[i].begun(source.epochs),
             max_bad=source.max_bad,
             loaders=self.loaders_of(i),
             leaves=source.on_lost == "leave",
             files=tuple(f.path for f in self.indexes[i].files),
             meta=self.pipelines[i].meta_names,
             weight=float(source.weight),
+            max_tokens=source.max_tokens,
+            last_groups=None if (partial := self.orders[i].partial) is None else partial.groups,
         )
 
     def planner(self, state: StreamState | None = None) -> Planner:
@@ -271,7 +274,7 @@ class PreparedJob:
             index=self.indexes[i],
             read=self._read_options(source, self.pipelines[i]),
             pipeline=self.pipelines[i],
-            epochs=source.epochs,
+            epochs=self.orders[i].begun(source.epochs),
             processes=self.processes_of(i),
         )
 
@@ -416,13 +419,24 @@ def _pipeline(job: Job, source: Source) -> Pipeline:
 
 
 def _order(job: Job, source: Source, index: Index) -> SourceOrder:
-    return SourceOrder(
+    order = SourceOrder(
         name=source.name,
         n_chunks=len(index.chunks),
         seed=job.seed,
         shuffle=source.shuffle,
         shuffle_chunks=job.shuffle_chunks,
+        rows_known=index.rows is not None,
     )
+    if source.epochs is None:
+        return order
+    partial = partial_epoch(order, index.chunks, source.epochs, job.slice_rows)
+    if partial is None and source.epochs < 1:
+        problem = (
+            f"source {source.name!r}.epochs: expected a part with at least one row, got "
+            f"{source.epochs}; raise it"
+        )
+        raise JobError([problem], "launch")
+    return replace(order, partial=partial)
 
 
 def _bound(job: Job, indexes: list[Index], added: tuple[str, ...] = ()) -> Job:

@@ -31,6 +31,7 @@ from overlord.planning.state_json import (
     state_problem,
 )
 from overlord.planning.strategies import RawPlan
+from overlord.setup.changed_budgets import with_changed_budgets
 from overlord.sources.index import Index, RemovedSource
 from overlord.transforms.pipeline import Pipeline
 
@@ -133,6 +134,7 @@ def reading_text(source: Source) -> str:
         f"epochs {source.epochs}, shuffle {source.shuffle}, max_sample_bytes "
         f"{source.max_sample_bytes}"
         + (f", on_lost {source.on_lost}" if source.on_lost != "fail" else "")
+        + (f", max_tokens {source.max_tokens}" if source.max_tokens is not None else "")
     )
 
 
@@ -235,8 +237,8 @@ def state_from_json(
     _check_form(saved)
     try:
         _check_cut(saved, job, fingerprint)
-        _check_fingerprint(saved, job, fingerprint, allow)
-        state = _state_of(saved, job, orders)
+        allowed = _check_fingerprint(saved, job, fingerprint, allow)
+        state = with_changed_budgets(_state_of(saved, job, orders), job, orders, allowed)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as e:
         remedy = "save and load the result of state_dict() unchanged"
         problem = f"the state is damaged: {type(e).__name__}: {e}"
@@ -359,11 +361,13 @@ def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> Stre
 
 def _check_fingerprint(
     saved: Mapping[str, Any], job: Job, now: Mapping[str, str], allow: tuple[str, ...]
-) -> None:
+) -> dict[str, tuple[str, str]]:
+    """Return the differences that ``allow`` permits; raise ``StateMismatch`` for others."""
     differ, absent = _differences(saved, job, now)
+    allowed = {entry: pair for entry, pair in differ.items() if entry in allow}
     differ = {entry: pair for entry, pair in differ.items() if entry not in allow}
     if not differ:
-        return
+        return allowed
     if "batch" in differ:
         differ["batch"] = describe_batches(*differ["batch"], job)
     entries = (
