@@ -137,7 +137,7 @@ def load(folder: str | os.PathLike[str], model: Any, optimizer: Any, loader: Any
     if not (base / "latest").exists():
         return 0
     step, rank = int((base / "latest").read_text()), process_groups().get_rank()
-    saved = torch.load(base / str(step) / f"{rank}.pt", map_location="cpu", weights_only=False)
+    saved = torch.load(base / str(step) / f"{rank}.pt", map_location="cpu", weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     loader.load_state_dict(saved["data"])
