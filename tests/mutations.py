@@ -34,7 +34,10 @@ TESTS = {
     "plan": ("unit/test_step.py", "properties/test_plan.py", "properties/test_rank_views.py"),
     "planning": (
         "properties/test_concat.py",
+        "unit/test_stages.py",
+        "properties/test_stages.py",
         "properties/test_chunk_weights.py",
+        "properties/test_source_budgets.py",
         "unit/test_golden.py",
         "unit/test_planner.py",
         "unit/test_long_documents.py",
@@ -59,6 +62,7 @@ TESTS = {
     ),
     "loader": (
         "unit/test_golden.py",
+        "properties/test_source_budgets.py",
         "unit/test_loader.py",
         "unit/test_reader.py",
         "unit/test_loader_rollback.py",
@@ -434,10 +438,15 @@ MUTATIONS = [
             "isinstance(e, Skip) else 0) > step\n",
             "isinstance(e, Skip) else 0) > step + 1\n",
         ),
+        (
+            "a change of mixture outlives its stage",
+            "if first <= step), default=0) - 1)",
+            "if first <= step), default=0) - 10**9)",
+        ),
         ("a skip is forgotten at once", "(lag if isinstance(e, Skip) else 0)", "0"),
         (
             "a mixture that waits for its epoch pushes out the one in force",
-            "*latest(events, -1, mix_step),\n        *latest(events, mix_step, step),",
+            "*latest(events, -1, mix_step, starts),\n        *latest(events, mix_step, step, starts),",
             "*(latest(events, mix_step, step) or latest(events, -1, mix_step)),",
         ),
         (
@@ -538,8 +547,8 @@ MUTATIONS = [
         ),
         (
             "a restored epoch starts at its first group",
-            "for g in range(group, self.n_groups):",
-            "for g in range(0, self.n_groups):",
+            "for g in range(group, self.groups_of(epoch)):",
+            "for g in range(0, self.groups_of(epoch)):",
         ),
     ),
     *_at(
@@ -624,9 +633,54 @@ MUTATIONS = [
         ),
     ),
     *_at(
+        "planning/budgets.py",
+        (
+            "one token beyond the budget",
+            "= front.samples_within(left)",
+            "= front.samples_within(left + 1)",
+        ),
+        (
+            "look-ahead beyond the budget",
+            "isinstance(front, BudgetFront) and front.ended",
+            "isinstance(front, BudgetFront) and front is None",
+        ),
+        (
+            "candidates as timing has them",
+            "isinstance(front, BudgetFront) and front.ended",
+            "isinstance(front, BudgetFront)",
+        ),
+        ("a chunk beyond the budget", "min(held, self._left)", "held"),
+        ("a budget for each launch", "source.max_tokens - drawn[i]", "source.max_tokens"),
+        ("rows after a budget in quarantine", "or ready > 0)", "and ready < 0)"),
+    ),
+    *_at(
+        "loader/partial_epoch.py",
+        ("a part one row short", "Fraction(1, 2))", "Fraction(1, 2)) - 1"),
+        ("the last window whole", "(key < limit) | (", "(key <= limit) | ("),
+        ("the last chunk whole", "< np.uint64(self.below)", "<= np.uint64(WHOLE - 1)"),
+        ("a wrong window", "(middle + 1) * slice_rows", "middle * slice_rows"),
+    ),
+    *_at(
         "planning/chunks.py",
         ("the rest of a cut sample is lost", "pieces.end == tokens, state", "tokens > 0, state"),
         ("a cut that stays", "        cut[i] = 0\n", "        cut[i] += 0\n"),
+    ),
+    *_at(
+        "planning/stage_cuts.py",
+        ("pieces of a long sample overlap", "- n, n)) * context", "- n, n)) * (context - 1)"),
+        (
+            "a truncated sample continues",
+            'whole = wide if how == "split" else np.minimum(wide, context)',
+            "whole = wide",
+        ),
+    ),
+    *_at(
+        "planning/schedule/by_stage.py",
+        (
+            "a stage's schedule counts from the start of the job",
+            "own(step - first, feedback)",
+            "own(step, feedback)",
+        ),
     ),
     *_at(
         "planning/cut_pieces.py",

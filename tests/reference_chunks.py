@@ -6,7 +6,7 @@ Every token is one object here, so that nothing is ever cut. It shares no code w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import count, groupby
+from itertools import count, groupby, islice
 from typing import Any, NamedTuple
 
 from overlord.job.job import Job
@@ -34,13 +34,17 @@ def reference_chunks(
 ) -> Iterator[list[list[Piece]]]:
     """Return the chunks of each step, each as its pieces; arguments as in ``reference_stream``."""
     mixer = Mixer(job, [] if quarantine is None else quarantine, {}, joins or {}, {})
-    streams: Any = [tokens_of(stream) for stream in mixer.streams]
+    streams: Any = [
+        islice(tokens_of(stream), source.max_tokens)
+        for stream, source in zip(mixer.streams, job.sources, strict=True)
+    ]
     mixer.streams = streams
-    context = job.batch.context
-    size = job.batch.samples * context if job.batch.samples else job.batch.tokens
     for step in count():
-        if mixer.stop or (isinstance(job.until, int) and step >= job.until):
+        if mixer.enter(step) or mixer.stop:
             return
+        batch = mixer.job.batch
+        context = batch.context
+        size = batch.samples * context if batch.samples else batch.tokens
         taken: list[list[Any]] = [[] for _ in streams]
         missing = size
         while missing and not mixer.stop and any(weights := mixer.weights(step)):

@@ -55,6 +55,26 @@ def read_chunks(job: Job, source: Source) -> list[Chunk]:
     ]
 
 
+def chunk_sizes(job: Job, source: Source) -> list[int] | None:
+    """Return the bytes of each chunk in its file; None if every chunk has a known number of rows.
+
+    Shards of a factory have one byte each.
+    """
+    path = source.uri
+    if hasattr(path, "shards"):
+        return [1] * path.shards
+    files = list_files(path) if isinstance(path, (str, os.PathLike, list, tuple)) else []
+    if not files or any(".mds" in f or f.endswith((".parquet", ".bin")) for f in files):
+        return None
+    sizes = []
+    for name in files:
+        size = os.path.getsize(name)
+        lines = source.format == "lines" or name.endswith(".jsonl")
+        step = job.chunk_bytes if lines and not name.endswith((".gz", ".zst")) else size
+        sizes += [min(step, size - at) for at in range(0, size, step)] if size else [0]
+    return sizes
+
+
 def item(dataset: Any, i: int) -> Any:
     try:
         return dict(dataset[i])

@@ -29,6 +29,11 @@ SAYS = {
         " to 0.0",
         "quarantined: message 0: expected a role of system, developer, user",
     ],
+    "26_stages.py": [
+        "step  0 pretraining   2102 tokens,   0% books, longest piece 256",
+        "step 15 long          8430 tokens, 100% books, longest piece 1024",
+        "resumed in stage 'annealing' at step 10: True",
+    ],
     "23_dpo.py": ["20 steps: loss 0.693 to 0.0", "quarantined: rejected is null or missing"],
     "20_packing.py": [
         "176 pieces continue a document of an earlier chunk",
@@ -84,6 +89,11 @@ SAYS = {
         "rank 3: 225 tokens on",
         "40 steps: loss 4.3",
         " to 0.",
+    ],
+    "25_budgets.py": [
+        "code: 250 documents",
+        "licensed: 159 documents, 4,982 tokens; ended after step 49",
+        "licensed, with a raised budget: 7,992 of 8,000 tokens",
     ],
     "24_evaluation.py": [
         "step 59: 1736 tokens, loss 0.00",

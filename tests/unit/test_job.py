@@ -10,9 +10,10 @@ import pytest
 
 from overlord.checks import did_you_mean
 from overlord.errors import JobError
-from overlord.job.job import Job, Source
+from overlord.job.job import HYBRID, STRATEGIES, Job, Source
 from overlord.job.mixture_weights import mixture_problems
 from overlord.mesh import Batch, ClientPlaceTree
+from overlord.planning import strategies
 from overlord.transforms.base import Tokens
 
 BATCH = Batch(samples=8, context=16)
@@ -77,8 +78,9 @@ def test_a_source_is_the_same_however_its_paths_were_given():
         ({"weight": -0.5}, "weight: expected a finite number of at least 0, got -0.5"),
         ({"weight": "1"}, "weight: expected a finite number of at least 0, got '1'"),
         ({"weight": True}, "weight: expected a finite number"),
-        ({"epochs": 0}, "epochs: expected a whole number of at least 1, or None"),
-        ({"epochs": 1.5}, "epochs: expected a whole number of at least 1, or None"),
+        ({"epochs": 0}, "epochs: expected a number above 0, or None"),
+        ({"epochs": "2"}, "epochs: expected a number above 0, or None"),
+        ({"max_tokens": 1.5}, "max_tokens: expected a whole number of at least 1, or None"),
         ({"shuffle": 1}, "shuffle: expected true or false"),
         ({"max_bad": 0}, "max_bad: expected a whole number of at least 1"),
         ({"max_sample_bytes": -1}, "max_sample_bytes: expected a whole number of at least 1"),
@@ -318,3 +320,9 @@ def test_a_mixture_may_leave_sources_out():
 def test_a_name_that_is_close_is_suggested_and_else_the_known_ones_are_listed():
     assert did_you_mean("weigth", ["weight", "epochs"]) == "; did you mean 'weight'?"
     assert did_you_mean("zzz", ["weight", "epochs"]) == "; known: epochs, weight"
+
+
+def test_a_job_knows_the_names_of_all_strategies_and_which_of_them_split_samples() -> None:
+    assert set(STRATEGIES) == set(strategies.STRATEGIES)
+    split = {n for n, fn in strategies.STRATEGIES.items() if getattr(fn, "hybrid", False)}
+    assert set(HYBRID) == split

@@ -170,7 +170,7 @@ seed: 1.5
             "sources[1].weight: expected a finite number of at least 0, got -1",
             "sources[2].transforms: expected a list, got 'tokens'",
             "sources[2].weight: expected a finite number of at least 0, got nan",
-            "sources[2].epochs: expected a whole number of at least 1, or None for no limit, got 0",
+            "sources[2].epochs: expected a number above 0, or None for no limit, got 0",
             "sources[3]: expected a mapping, got 12",
             "sources: expected different names, got 'b' twice",
             "batch.contxt: expected a known field, got 'contxt'; did you mean 'context'?",

@@ -20,10 +20,13 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
 VALUES = (
+    "batch_by_step",
+    "batch_ramp",
     "batch_rules",
     "checks",
     "documents",
     "errors",
+    "given_columns",
     "hashing",
     "late_binding",
     "mesh",
@@ -34,6 +37,7 @@ VALUES = (
 )
 CORES = (
     "loader.loader",
+    "loader.partial_epoch",
     "loader.samples",
     "constructor.assembler",
     "constructor.compact",

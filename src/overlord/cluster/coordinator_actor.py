@@ -73,6 +73,7 @@ class Counted:
     lost_tokens: np.ndarray
     mixed: tuple[Mixed, ...]
     weights: tuple[float, ...]
+    active: tuple[bool, ...]
     feedback: Mapping[str, int]
 
     @property
@@ -512,6 +513,7 @@ class CoordinatorActor:
             next_step=p.next_step,
             mixed=tuple(totals.mixed),
             weights=tuple(map(float, p.weights)),
+            active=p.active,
             feedback=p.feedback,
             **totals.counts(),
         )

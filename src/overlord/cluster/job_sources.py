@@ -57,6 +57,7 @@ class PlannerJob(PreparedJob):
             name=source.name,
             weight=source.weight,
             epochs=source.epochs,
+            max_tokens=source.max_tokens,
             max_bad=source.max_bad,
         )
         more.job = _with(self.job, sources=(*self.job.sources, stand_in))

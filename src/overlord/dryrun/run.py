@@ -159,7 +159,7 @@ class DryRun:
         self._readers: list[StandInReader] = []
         for i, probe in enumerate(probes):
             for o in made.loader_starts(i, Cursor()):
-                order, epochs = made.orders[i], made.job.sources[i].epochs
+                order, epochs = made.orders[i], made.reader_spec(i).epochs
                 self._loaders.append(
                     Loader(
                         o.loader,

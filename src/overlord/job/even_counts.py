@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from overlord.batch_ramp import Ramp
+from overlord.job.stages import are_stages, batches
 from overlord.mesh import Batch, Mesh
 
 if TYPE_CHECKING:
@@ -17,7 +19,10 @@ def problems(job: Job) -> list[str]:
     batch, place = job.batch, job.place
     if job.strategy != EVEN or not isinstance(batch, Batch) or not isinstance(place, Mesh):
         return []
-    if batch.samples is None:
+    if not are_stages(job.stages):
+        return []
+    parts = batches(job).parts
+    if any(part.batch.samples is None for part in parts):
         return ["batch.tokens: expected samples= with strategy 'even', got tokens=; set samples"]
     if batch.pads:
         return [
@@ -25,12 +30,14 @@ def problems(job: Job) -> list[str]:
             "shape='fixed', got 'even', which counts samples; use 'llm_balance'"
         ]
     found = []
-    least = place.n_buckets("DP") * batch.microbatches
-    if batch.samples % least:
-        found.append(
-            f"batch.samples: expected a multiple of {least} (dp x microbatches) with strategy "
-            f"'even', got {batch.samples}"
-        )
+    for part in parts:
+        given: Any = part.batch.samples
+        least = place.n_buckets("DP") * part.batch.microbatches
+        if (given.unit if isinstance(given, Ramp) else given) % least:
+            found.append(
+                f"batch.samples: expected a multiple of {least} (dp x microbatches) with strategy "
+                f"'even', got {given}"
+            )
     if job.overflow != "grow":
         found.append(
             f"overflow: expected 'grow' with strategy 'even', got {job.overflow!r}; samples that "

@@ -48,6 +48,11 @@ def problems(job: Job) -> list[str]:
                 f"source {source.name!r}.weight: expected more than 0 in an evaluation, got 0; "
                 "leave the source out"
             )
+        if source.max_tokens is not None:
+            found.append(
+                f"source {source.name!r}.max_tokens: expected None in an evaluation, got "
+                f"{source.max_tokens}; it would leave samples out; set until to a number of steps"
+            )
         if source.on_lost != "fail":
             found.append(
                 f"source {source.name!r}.on_lost: expected 'fail' in an evaluation, got "

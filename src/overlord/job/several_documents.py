@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.documents import MOST_PADDING, SHARE, reserve
+from overlord.job.stages import are_stages, cut_samples, smallest_context
 from overlord.mesh import Batch, Mesh
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ def problems(job: Job) -> list[str]:
             f"batch.{name_of[0]}: expected {wanted!r}, since samples of {where} have several "
             f"documents that stay together, got {name_of[1]!r}; leave it out"
         )
+    if isinstance(batch, Batch) and are_stages(job.stages) and cut_samples(job) is not None:
+        found.append(
+            f"max_document: expected at most {smallest_context(job)}, the smallest context of the "
+            f"stages, since samples of {where} have several documents that are not cut again, "
+            f"got {job.document_limit}; set max_document={smallest_context(job)}"
+        )
     images = [s.name for s in job.sources for t in s.transforms if t.kind == "images"]
     if images:
         found.append(
@@ -63,13 +70,13 @@ def problems(job: Job) -> list[str]:
 def _padding_problems(job: Job, specs: list[tuple[str, Any]]) -> list[str]:
     """Return a problem if the mesh pads documents by more than samples leave free for it."""
     batch, place = job.batch, job.place
-    if not isinstance(batch, Batch) or not isinstance(place, Mesh):
+    if not isinstance(batch, Batch) or not isinstance(place, Mesh) or not are_stages(job.stages):
         return []
-    multiple = job.document_multiple
+    context, multiple = smallest_context(job), job.document_multiple
     found = []
     for name, t in specs:
         several = getattr(t, "size", None) or 2
-        free = int(reserve(batch.context, np.array([several]))[0])
+        free = int(reserve(context, np.array([several]))[0])
         if several > 1 and multiple - 1 > free:
             least = SHARE * several * (multiple - 1)
             remedy = f"use batch.context of at least {least}"
@@ -77,6 +84,6 @@ def _padding_problems(job: Job, specs: list[tuple[str, Any]]) -> list[str]:
                 remedy = "use fewer cp or tp ranks, or a smaller pad_multiple"
             found.append(
                 f"batch.context: expected room for {several} documents of source {name!r} that are "
-                f"padded to a multiple of {multiple}, got {batch.context}; {remedy}"
+                f"padded to a multiple of {multiple}, got {context}; {remedy}"
             )
     return found

@@ -38,7 +38,7 @@ from overlord.messages.data import (
     WindowReady,
 )
 from overlord.sample import Content, take_rows
-from overlord.sources.base import RawSlice
+from overlord.sources.base import RawSlice, rows_within
 from overlord.sources.index import Index
 from overlord.sources.retry import CLOCK, Clock
 from overlord.sources.tables import compact, rows_of
@@ -289,7 +289,7 @@ class SourceReader:
         held = dropped = 0
         for chunk in command.chunks:
             number = int(self.chunks.index.chunks.file[chunk])
-            raw = self._slice(chunk, command.window)
+            raw = self._within_epoch(self._slice(chunk, command.window), command, chunk)
             if raw.last:
                 over.append(chunk)
             if not len(raw.row):
@@ -342,6 +342,18 @@ class SourceReader:
             np.zeros(0, np.int64), what=f"{code}, reading slice {t} of chunk {chunk},"
         ):
             return self.chunks.slice(chunk, t)
+
+    def _within_epoch(self, raw: RawSlice, command: Read, chunk: int) -> RawSlice:
+        """Return a slice without the rows that a partial epoch leaves out."""
+        partial = self.order.partial
+        if partial is None or command.epoch != partial.epoch:
+            return raw
+        file = int(self.chunks.index.chunks.file[chunk])
+        key = self.order.row_keys(command.epoch, np.full(len(raw.row), file), raw.row)
+        group, window = command.group, command.window
+        kept = partial.kept(group, window, chunk, (file, raw.row, key))
+        over = raw.last or partial.is_last(group, window)
+        return replace(raw, last=over) if kept.all() else rows_within(raw, kept, over)
 
     def _join_tables(self, tables: list[pa.Table]) -> list[pa.Table]:
         """Return the tables of the slices joined into one.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from overlord.hashing import key64, keyed_hash
+from overlord.loader.partial_epoch import PartialEpoch
 from overlord.messages.control import Cursor
 from overlord.messages.data import Announce, SampleBlock
 from overlord.sample import Content, cut_rows
@@ -28,6 +29,8 @@ class SourceOrder:
     seed: int
     shuffle: bool
     shuffle_chunks: int
+    partial: PartialEpoch | None = None  # the last epoch, if it ends early
+    rows_known: bool = True  # whether the index has the number of rows of every chunk
     # Cached orders of chunks by epoch: each is read once per group. Two epochs are cached, since
     # loaders may be in different ones.
     _orders: dict[int, np.ndarray] = field(
@@ -41,6 +44,17 @@ class SourceOrder:
     @property
     def n_groups(self) -> int:
         return -(-self.n_chunks // self.group_size)
+
+    def groups_of(self, epoch: int) -> int:
+        """Return the number of groups of an epoch."""
+        partial = self.partial
+        return partial.groups if partial and epoch == partial.epoch else self.n_groups
+
+    def begun(self, epochs: float | None) -> int | None:
+        """Return the number of epochs that a source read ``epochs`` times begins."""
+        if epochs is None:
+            return None
+        return self.partial.epoch + 1 if self.partial is not None else int(epochs)
 
     def chunk_order(self, epoch: int) -> np.ndarray:
         """Return the chunks of an epoch, in the order in which they are opened."""
@@ -64,9 +78,9 @@ class SourceOrder:
 
         These are the chunks whose place in the order of the epoch is ``loader`` modulo ``loaders``.
         """
-        places = np.arange(
-            group * self.group_size, min(self.n_chunks, (group + 1) * self.group_size)
-        )
+        partial = self.partial
+        n = partial.chunks if partial and epoch == partial.epoch else self.n_chunks
+        places = np.arange(group * self.group_size, min(n, (group + 1) * self.group_size))
         return tuple(self.chunk_order(epoch)[places[places % loaders == loader]].tolist())
 
     def row_keys(self, epoch: int, file: np.ndarray, row: np.ndarray) -> np.ndarray:
@@ -78,7 +92,7 @@ class SourceOrder:
     def groups_from(self, epoch: int, group: int, epochs: int | None) -> Iterator[tuple[int, int]]:
         """Yield (epoch, group) from a position on, for ``epochs`` epochs in all; None: endless."""
         while epochs is None or epoch < epochs:
-            for g in range(group, self.n_groups):
+            for g in range(group, self.groups_of(epoch)):
                 yield epoch, g
             epoch, group = epoch + 1, 0
 

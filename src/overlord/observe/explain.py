@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.checks import did_you_mean
+from overlord.checks import did_you_mean, shown_name
 from overlord.errors import PlanError
 from overlord.messages.control import Cursor, PlannedStep, StreamState
 from overlord.observe.balancing_model import shown_model
 from overlord.observe.ring_text import host_memory, limit
 from overlord.observe.sample_lookup import COUNTED, SampleLookup, parse_id
+from overlord.observe.stage_text import stage_of_step
 from overlord.planning.graph.lineage import constructors_of
 from overlord.planning.mixture import latest
+from overlord.planning.schedule.by_stage import mixture_starts
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
@@ -164,6 +166,8 @@ class StepExplanation(Explanation):
     model: str  # by which the strategy balances; empty if a user's strategy decides
     fill: float
     modules: tuple[ModulePlacement, ...]
+    stage: str | int | None = None  # name or number of its stage; None: the job has no stages
+    stage_words: str = ""  # the stage and the size of the step; empty without stages and ramps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +192,8 @@ class SlotOfSample:
 class SampleExplanation(Explanation):
     """An explanation of a sample, or of a row without a sample.
 
-    ``status`` is "placed", "skipped", "quarantined", "ahead", "gone", "no sample" or "undecided".
+    ``status`` is "placed", "skipped", "quarantined", "ahead", "gone", "never", "no sample" or
+    "undecided".
     The fields from ``step`` on are set if a retained plan has the sample.
     """
 
@@ -273,6 +278,8 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
             _placement(plan, name, known.job)
             for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))
         ),
+        stage=known.job.batches.stage(plan.step),
+        stage_words=stage_of_step(known.job, plan.step),
     )
 
 
@@ -290,8 +297,14 @@ def weights_from(stage: PlannedStep, job: Job) -> str:
         if after.mix_step == step
         else f", in force since step {after.mix_step} (mix_every={job.mix_every!r})"
     )
-    if change := latest(after.events, -1, after.mix_step):
+    if change := latest(after.events, -1, after.mix_step, mixture_starts(job)):
         return f"set_mixture from step {change[0].at}{since}"
+    number = job.batches.number(step)
+    if job.stages and (own := job.stages[number]).mixture is not None:
+        if isinstance(own.mixture, Mapping):
+            return "the mixture of the stage"
+        of = step - job.batches.parts[number].first
+        return f"the schedule of the stage, {shown_name(own.mixture)}, at its step {of}"
     if job.mixture is None:
         return f"the sources' own weights{since}"
     if isinstance(job.mixture, Mapping):
@@ -462,10 +475,11 @@ def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
             f"{sample.source!r}{did_you_mean(sample.source, known.names)}"
         )
     source = known.names.index(sample.source)
-    files, epochs = (
+    files, given = (
         known.indexes[source].files,
         known.job.sources[source].epochs if source < len(known.job.sources) else None,
     )
+    epochs = known.orders[source].begun(given)
     if not 0 <= sample.file < len(files):
         raise PlanError(
             f"no sample {sample}: source {sample.source!r} has files 0 to {len(files) - 1}"
@@ -479,6 +493,8 @@ def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
     chunk = known.lookup(source).chunk_of(sample.file, sample.row)
     if chunk < 0:
         raise PlanError(f"no sample {sample}: {files[sample.file].path} has no row {sample.row}")
+    if not known.lookup(source).in_epoch(sample, chunk):
+        raise PlanError(f"no sample {sample}: its epoch ends before it, since epochs is {given}")
     return source, chunk
 
 
@@ -499,6 +515,8 @@ def _without_plan(sample: SampleId, source: int, chunk: int, known: Known) -> tu
             "It is in the group that the stream reads now: not drawn yet, or dropped by "
             f"{dropper}; {where}.",
         )
+    if not passed and not known.state.active[source]:
+        return "never", f"Never drawn: the source has left the job, as by a budget; {where}."
     if not passed and not complete and (known.job.look_ahead > 1 or known.job.overflow == "defer"):
         return (
             "undecided",

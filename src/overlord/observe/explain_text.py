@@ -64,6 +64,7 @@ def _step(e: StepExplanation) -> str:
                 f"{e.samples:,} {e.rows}{of_documents(e.samples, e.documents)}, {e.tokens:,} "
                 f"tokens; digest {e.digest}",
             ),
+            *([("stage", e.stage_words)] if e.stage_words else []),
             ("weights", e.weights_from),
             *(
                 ("" if k else "strategy", what)

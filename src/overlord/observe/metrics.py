@@ -92,6 +92,7 @@ def _by_source(
             "realised": int(mixed[i]) / drawn,
             "samples": int(totals.samples[i]),
             "tokens": int(totals.tokens[i]),
+            "ended": not planner.active[i],
             "quarantined": int(totals.quarantined[i]),
             **losses(
                 int(totals.dropped[i]), int(totals.long[i]), int(totals.lost_tokens[i]), on_long

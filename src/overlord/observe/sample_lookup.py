@@ -75,6 +75,20 @@ class SampleLookup:
             cursor.epoch, cursor.file, cursor.row, cursor.part
         )
 
+    def in_epoch(self, sample: SampleId, chunk: int) -> bool:
+        """Return whether the sample's epoch has its row; the last epoch may end early."""
+        partial, size = self.order.partial, self.order.group_size
+        if partial is None or sample.epoch != partial.epoch:
+            return True
+        place = int(np.flatnonzero(self.order.chunk_order(sample.epoch) == chunk)[0])
+        if place >= partial.chunks:
+            return False
+        row = np.array([sample.row])
+        window = (sample.row - int(self.index.chunks.start[chunk])) // self.slice_rows
+        key = self.order.row_keys(sample.epoch, np.array([sample.file]), row)
+        ids = (sample.file, row, key)
+        return bool(partial.kept(place // size, window, chunk, ids)[0])
+
     def _key(self, epoch: int, file: int, row: int, part: int) -> tuple[int, int, int, int]:
         key = self.order.row_keys(epoch, np.array([file]), np.array([row]))
         return int(key[0]), file, row, part

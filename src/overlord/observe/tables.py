@@ -1,9 +1,8 @@
-"""Tables and progress bars of the command line, plain text if there is no terminal."""
+"""Tables of the command line, plain text if there is no terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +15,12 @@ from overlord.observe.balancing_model import shown_model
 from overlord.observe.explain import documents_of_plan
 from overlord.observe.explain_text import of_documents, waits
 from overlord.observe.ring_text import host_memory, limit
+from overlord.observe.stage_text import stage_lines, stage_of_step
+from overlord.observe.terminal_text import one_line, printable
 from overlord.planning.spec import share
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from overlord.job.job import Job
     from overlord.observe.progress import Meter
@@ -61,7 +62,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int =
     for k, name in enumerate(head):
         table.add_column(name, justify="left" if k < text_columns else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(one_line(cell)) for cell in row))
     return table
 
 
@@ -74,42 +75,13 @@ def size(nbytes: float) -> str:
     return f"{nbytes:,.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
 
 
-@contextmanager
-def progress_bar(err: Console, what: str, total: int) -> Iterator[Callable[[Any], None]]:
-    """Show a progress bar on a terminal, and nothing without one.
-
-    The context value is a function: called with an int, it sets the number of finished items;
-    called with any other value, it adds one.
-    """
-    if not err.is_terminal:
-        yield lambda _: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    with Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=err,
-        transient=True,
-    ) as progress:
-        task = progress.add_task(what, total=total)
-        yield (
-            lambda done: (
-                progress.update(task, completed=done)
-                if isinstance(done, int)
-                else progress.advance(task)
-            )
-        )
-
-
 def run_view(
     job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Sequence[Mapping[str, Any]]
 ) -> RenderableType:
     """Return tables of a run: mix, speed, memory, and quarantined rows with reasons."""
     # "split" cuts samples of several documents
     what = LOST.get(job.on_long, "cut" if grouped(job.sources) else "")
+    limited = any(source.max_tokens is not None for source in job.sources)
     mixed = meter.source_tokens if job.batch.mixes_tokens else meter.samples
     head = (
         "source",
@@ -120,6 +92,7 @@ def run_view(
         "quarantined",
         "dropped",
         *([f"{what} tokens"] if what else []),
+        *(["budget"] if limited else []),
     )
     rows = [
         (
@@ -131,6 +104,7 @@ def run_view(
             f"{s['quarantined']:,}",
             f"{s['dropped']:,}",
             *([tokens_lost(s["tokens"], s[f"{what}_tokens"])] if what else []),
+            *([budget_used(s)] if limited else []),
         )
         for (name, s), w, m, n, t in zip(
             metrics["sources"].items(),
@@ -161,6 +135,7 @@ def run_view(
             + ", ".join(f"{k} {size(v)}" for k, v in memory.items()),
         ),
     ]
+    facts += [("stages", line.removeprefix("stage ")) for line in stage_lines(job)]
     facts += scaling_facts(metrics.get("scaling", {})) + placement_facts(
         metrics.get("placement", {})
     )
@@ -169,9 +144,17 @@ def run_view(
         views += [
             Text(""),
             Text("last quarantined rows:"),
-            *(Text(_quarantined(q)) for q in quarantine[-REASONS:]),
+            *(Text(one_line(_quarantined(q))) for q in quarantine[-REASONS:]),
         ]
     return Group(*views)
+
+
+def budget_used(source: Mapping[str, Any]) -> str:
+    """Return, as text, the share of its token budget that a source has given; "" without one."""
+    if source["max_tokens"] is None:
+        return ""
+    used = f"{source['tokens'] / source['max_tokens']:.1%}"
+    return f"{used}, ended" if source["ended"] else used
 
 
 def tokens_lost(tokens: int, lost: int) -> str:
@@ -211,7 +194,7 @@ def _quarantined(row: Mapping[str, Any]) -> str:
 def _facts(facts: Sequence[tuple[str, str]]) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, value in facts:
-        table.add_row(Text(name, "dim"), Text(value))
+        table.add_row(Text(one_line(name), "dim"), Text(printable(value)))
     return table
 
 
@@ -233,6 +216,7 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
         for r in reports
     ]
     views: list[RenderableType] = [grid(head, rows, 2), Text("")]
+    views += [Text(line) for line in stage_lines(job)]
     for r in reports:
         if r.format:
             columns = ", ".join(f"{name}: {kind}" for name, kind in r.schema.items()) or "none"
@@ -250,12 +234,14 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
                 )
             views.append(
                 Text.assemble(
-                    (r.name, "bold"),
-                    f"  {_lengths(r.tokens)}{_documents(r)}{longer}; columns {columns}; "
-                    f"{sampled}{dropped}",
+                    (one_line(r.name), "bold"),
+                    one_line(
+                        f"  {_lengths(r.tokens)}{_documents(r)}{longer}; columns {columns}; "
+                        f"{sampled}{dropped}"
+                    ),
                 )
             )
-            views += [Text(f"  bad: {reason}") for reason in r.reasons()]
+            views += [Text(one_line(f"  bad: {reason}")) for reason in r.reasons()]
     return Group(*views)
 
 
@@ -330,6 +316,7 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
             f"{int(plan.tokens.sum()):,} tokens, "
             f"placed by {strategy} on {job.place}",
         ),
+        *([("stage", stage)] if (stage := stage_of_step(job, plan.step)) else []),
         (
             "imbalance",
             f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; {limit(plan, i)}",

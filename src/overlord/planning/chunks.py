@@ -57,11 +57,20 @@ class TokenFront:
         count, more = self._stream.samples_for(0, tokens - held)
         return len(self._ends) - 1 + count, held + more
 
+    def samples_within(self, tokens: int) -> tuple[int, int]:
+        """Return the most samples with at most ``tokens`` in all, and their tokens."""
+        count = int(np.searchsorted(self._ends, tokens, side="right")) - 1
+        held = int(self._ends[count])
+        if count < len(self._ends) - 1:
+            return count, held
+        more, rest = self._stream.samples_within(tokens - held)
+        return count + more, held + rest
+
 
 def token_fronts(
     pool: LookAheadPool, streams: Sequence[SourceStream], state: StreamState, names: Sequence[str]
 ) -> list[TokenFront]:
-    """Return the fronts of the streams after the samples of the pool, of which some are cut.
+    """Return the fronts of the sources: the samples of the pool, of which some are cut, first.
 
     Raise ``PlanError`` if a cut sample has no rest: its source was changed.
     """
@@ -80,21 +89,27 @@ def token_fronts(
 
 
 def place_chunks(
-    context: StepContext, drawn: Drawn, pool: LookAheadPool, demand: LoaderRequests
+    context: StepContext,
+    drawn: Drawn,
+    counts: Sequence[int],
+    pool: LookAheadPool,
+    demand: LoaderRequests,
 ) -> PlacedStep:
     """Cut the drawn tokens into chunks, and place these by the strategy.
+
+    ``counts``: the samples of each source that have these tokens.
 
     Raise ``PlanError`` for an invalid plan.
     """
     spec, state = context.spec, context.state
     pops = pool.number(demand.n_loaders)
-    candidates = pool.candidates(drawn.counts[0])
+    candidates = pool.candidates(counts)
     columns = PieceColumns(candidates.pieces)
     samples = gather(columns, candidates.rows, None, context)
     tokens = samples.meta["tokens"]
     assert isinstance(tokens, np.ndarray)
     cut = [*state.cut] or [0] * len(spec.sources)
-    pieces = cut_pieces(samples.source, tokens, cut, drawn.tokens, spec.batch.context)
+    pieces = cut_pieces(samples.source, tokens, cut, drawn.tokens, samples.batch.context)
     buffer = piece_buffer(samples, pieces)
     plan = spec.strategy(buffer, spec.place)
     check_plan(plan, buffer, spec.place)

@@ -35,8 +35,9 @@ from overlord.messages.control import (
     StreamState,
 )
 from overlord.messages.data import Announce, DecodeFailures
-from overlord.planning.chunks import place_chunks, token_fronts
-from overlord.planning.draw import Front, LoaderRequests, MissingSamples, RankProgress, lacking
+from overlord.planning.budgets import check_begun, fronts_of, is_reached, limited
+from overlord.planning.chunks import place_chunks
+from overlord.planning.draw import LoaderRequests, MissingSamples, RankProgress, lacking
 from overlord.planning.mixture import (
     Feedback,
     Mixture,
@@ -44,11 +45,11 @@ from overlord.planning.mixture import (
     checked_change,
     lost_sources,
     skipped,
-    still_in_force,
     with_added_sources,
 )
 from overlord.planning.selection import counts_of
 from overlord.planning.spec import (
+    DrawerByStep,
     Ledger,
     LostSources,
     NewSource,
@@ -101,7 +102,7 @@ class Planner:
         )
         # generation of the loaders of each source; restarting a source adds one
         self._generations = [generation] * len(spec.sources)
-        self._drawer = spec.drawer()
+        self._drawers = DrawerByStep(spec)
         self._consumed = RankProgress()  # rank -> last step it took
         self._outstanding: list[int] = []  # planned steps that some rank has not taken
         self._waiting: dict[int, int] = {}  # source -> samples the blocked draw needs
@@ -122,6 +123,7 @@ class Planner:
             takes_feedback=spec.takes_feedback,
             state=state,
             floor=floor,
+            starts=spec.mixture_starts,
         )
         self._weights: list[float] = self._mixture.weights
         self.ledger = Ledger(state, len(spec.sources))
@@ -187,6 +189,11 @@ class Planner:
     def weights(self) -> list[float]:
         """The weights of the latest draw, in source order; may be empty before the first draw."""
         return list(self._weights)
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        """Whether each source still takes part, in source order; not if it ended or was lost."""
+        return self._state.active
 
     @property
     def feedback(self) -> dict[str, int]:
@@ -454,13 +461,15 @@ class Planner:
         if self._pool and (need := self._pool.restore(self._streams, first, self.ledger)):
             return self._wait(need)
         self._mix()
-        state = self._state
+        state, drawn_tokens = self._state, self.ledger.tokens.tolist()
         while True:
-            fronts = self._fronts()
-            drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, fronts)
+            fronts = fronts_of(spec, state, self._streams, self._pool, drawn_tokens)
+            drawer, accounts = self._drawers.at(state.step), (state.owed, state.active)
+            drawn = drawer.draw(state.step, self._weights, *accounts, fronts)
             if isinstance(drawn, MissingSamples):
                 pulled = self._pool.open if self._pool else lambda i: 0
                 return self._wait({i: n - pulled(i) for i, n in drawn.need.items()})
+            check_begun(spec, state.active, drawn, drawn_tokens, self._streams)
             if any(map(sum, drawn.counts)):
                 break
             # Nothing was drawn: the job ends, or earlier long samples have used up the tokens.
@@ -472,27 +481,19 @@ class Planner:
             ):
                 return self._finish(all_lost(state, self._weights, spec.sources))
         if self._pool:
-            counts = counts_of(drawn.counts, spec.look_ahead)
+            counts = limited(counts_of(drawn.counts, spec.look_ahead), fronts)
             if need := self._pool.pull(counts, self._streams, first, self.ledger):
                 return self._wait(need)
         self._waiting = {}
         if self._pool:
             place = place_chunks if drawn.tokens else place_chosen
-            placed = place(self._context(), drawn, self._pool, self._demand)
+            placed = place(self._context(), drawn, counts, self._pool, self._demand)
         else:
             placed = place_drawn(self._context(), drawn, self._streams, self._demand, self.ledger)
         planned = self._close_step(placed)
         if not planned.skipped:
             self._outstanding.append(planned.plan.step)
         return [planned, *self._demand.keep_ahead(np.sum(drawn.counts, axis=0))]
-
-    def _fronts(self) -> Sequence[Front]:
-        """Return the samples that the next draw can take, by source."""
-        if self._pool is None:
-            return self._streams
-        if self.spec.batch.in_chunks:
-            return token_fronts(self._pool, self._streams, self._state, self.spec.names)
-        return self._pool.fronts(self._streams)
 
     def _remove_lost(self) -> list[Command]:
         """Stop drawing from lost sources; return commands that free their held samples."""
@@ -542,10 +543,14 @@ class Planner:
         """Quarantine the failed rows after the last samples of sources that become inactive.
 
         ``active`` is the new value of each source. Inactive sources are never read again, not even
-        after a restart.
+        after a restart. The rows after a token budget are no part of the job.
         """
         for i, (was, stays) in enumerate(zip(self._state.active, active, strict=True)):
-            if was and not stays:
+            if not was or stays:
+                continue
+            drawn, ready = int(self.ledger.tokens[i]), self._streams[i].ready
+            ready += self._pool.open(i) if self._pool else 0
+            if not is_reached(self.spec.sources[i], drawn, ready):
                 self.ledger.list_bad(i, self._streams[i].last_failures())
 
     def _mix(self) -> None:
@@ -572,7 +577,7 @@ class Planner:
             owed=step.owed,
             active=step.active,
             counts=self.ledger.counts(),
-            events=still_in_force(state.events, state.step, state.mix_step, self._mixture.lag),
+            events=self._mixture.still_in_force(state),
             ahead=() if self._pool is None else self._pool.ages(),
             cut=step.cut,
             **self._mixture.saved(),

@@ -84,8 +84,11 @@ class SourceStream:
         max_bad: int,
         cursor: Cursor,
         files: Sequence[str] = (),
+        last_groups: int | None = None,
     ):
+        """``last_groups``: the groups of the last epoch, if it ends early."""
         self._files = files  # paths, for errors
+        self._last_groups = last_groups
         self.name, self._n_loaders, self._n_groups, self._epochs, self._max_bad = (
             name,
             loaders,
@@ -102,7 +105,10 @@ class SourceStream:
         self._epoch_has_sample = cursor.file >= 0
         self._epoch_long = 0  # documents of the epoch being merged that lost tokens
         self._bad_run, self._last_bad = 0, ""  # consecutive failures; text of the last one
-        self._exhausted = epochs is not None and cursor.epoch >= epochs
+        self._exhausted = epochs is not None and (
+            cursor.epoch >= epochs
+            or (self._ends_early(cursor.epoch) and cursor.group >= (last_groups or 0))
+        )
         # loader -> the window at which it failed, and its error
         self._failed: dict[int, tuple[tuple[int, int, int], Exception]] = {}
         # rows that filters dropped, in windows that the draw has not passed
@@ -134,6 +140,9 @@ class SourceStream:
         """The number of the group being merged, counted over all epochs."""
         return self._at.epoch * self._n_groups + self._at.group
 
+    def _ends_early(self, epoch: int) -> bool:
+        return self._last_groups is not None and epoch + 1 == self._epochs
+
     def samples_for(self, start: int, tokens: int) -> tuple[int, int]:
         count = held = 0
         for segment in self._segments:
@@ -146,6 +155,17 @@ class SourceStream:
             k = min(k, len(segment.found))
             count, held, start = count + k - first, held + int(segment.tokens[k]) - base, 0
             if held >= tokens:
+                break
+        return count, held
+
+    def samples_within(self, tokens: int) -> tuple[int, int]:
+        """Return the most ready samples with at most ``tokens`` in all, and their tokens."""
+        count = held = 0
+        for segment in self._segments:
+            base = int(segment.tokens[segment.start])
+            k = int(np.searchsorted(segment.tokens, base + tokens - held, side="right")) - 1
+            count, held = count + k - segment.start, held + int(segment.tokens[k]) - base
+            if k < segment.size:
                 break
         return count, held
 
@@ -290,9 +310,11 @@ class SourceStream:
             return
         del self._lasts[at.epoch, at.group]
         self._at = Cursor(at.epoch, at.group + 1)
-        if self._at.group < self._n_groups:
+        early = self._ends_early(at.epoch)
+        if self._at.group < (self._last_groups if early and self._last_groups else self._n_groups):
             return
-        if not self._epoch_has_sample:
+        # a part of an epoch may have no sample where the whole epochs before it had some
+        if not self._epoch_has_sample and not (early and at.epoch):
             self.error = self._no_sample(at.epoch)
             return
         self._at, self._epoch_has_sample, self._epoch_long = Cursor(epoch=at.epoch + 1), False, 0

@@ -48,7 +48,9 @@ def graph(running: RunningJob, step: int) -> DGraph:
     stage = stage_of(step, known.stages, known.state.step)
     assert stage.loader is not None
     job = running.job
-    return planned_graph(stage.plan, job.batch, job.place, stage.loader, known.loaders, job.sync)
+    return planned_graph(
+        stage.plan, job.batches.at(step), job.place, stage.loader, known.loaders, job.sync
+    )
 
 
 def explain(running: RunningJob, what: int | str | SampleId) -> Explanation:
@@ -132,6 +134,8 @@ def _metrics(running: RunningJob) -> dict[str, Any]:
     found = job_metrics(
         planner, running_metrics, at_nothing, job.on_long, by_tokens=job.batch.mixes_tokens
     )
+    for source in job.sources:
+        found["sources"].get(source.name, {})["max_tokens"] = source.max_tokens
     for name, event in generation.lost_sources.items():
         found["sources"].get(name, {})["lost"] = {"step": event.at, "reason": event.reason}
     found["memory"]["budget"] = _budget(prepared.options)
@@ -139,6 +143,7 @@ def _metrics(running: RunningJob) -> dict[str, Any]:
     of_clients = running_metrics.get("clients", {})
     return {
         **found,
+        "stage": running.job.batches.stage(max(0, found["planned_steps"] - 1)),
         "uptime_s": time.monotonic() - running.started,
         "feedback": {**found["feedback"], "invalid": running.events.refused_reports},
         "files": sum_counters([prepared.handles.metrics(), *running_metrics.get("files", ())]),

@@ -122,7 +122,7 @@ class _Probe:
         self._spec, self._bounds, self._over = spec, bounds, over
         self._clock: Clock = lambda: np.array([time.perf_counter(), core_s(stages)])
         self._stages = _Timed(stages, self._clock)
-        self._reader = SourceReader(spec.order, chunks, self._stages)
+        self._reader = SourceReader(replace(spec.order, partial=None), chunks, self._stages)
         self._began = time.perf_counter()
         self._pieces: list[Content] = []
         self.samples = self._tokens = self._evaluated = self._raw_bytes = 0

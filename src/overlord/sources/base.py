@@ -192,6 +192,20 @@ class RawSlice:
     blank: bool = False  # token ids were not read: they are zeros, and only their number is right
 
 
+def rows_within(raw: RawSlice, kept: np.ndarray, last: bool) -> RawSlice:
+    """Return the rows of a slice for which ``kept`` is true, with another ``last``."""
+    number = np.cumsum(kept) - 1
+    readable = np.ones(len(kept), bool)
+    readable[[i for i, _ in raw.bad]] = False
+    return RawSlice(
+        raw.row[kept],
+        raw.table.filter(kept[readable]),
+        [(int(number[i]), reason) for i, reason in raw.bad if kept[i]],
+        last,
+        raw.blank,
+    )
+
+
 class Format(Protocol):
     """A file format. Instances are stateless; all sources and threads share one."""
 

@@ -83,6 +83,15 @@ class RememberingReader(SourceReader):
             1
         ]
 
+    def _within_epoch(self, raw: RawSlice, command: Read, chunk: int) -> RawSlice:
+        partial = self.order.partial
+        if partial is None or command.epoch != partial.epoch:
+            return raw
+        key = (self.order.name, command.epoch, chunk, command.window)
+        if (found := self._memory.slices.get(key)) is None:
+            found = self._memory.slices[key] = super()._within_epoch(raw, command, chunk)
+        return found
+
     # Rows, and what is made of them, are the same in every epoch and in whatever blocks they are
     # asked for.
 
