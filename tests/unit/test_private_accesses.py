@@ -42,3 +42,86 @@ REMAINING = {
     ("tests/simulation/world/disk.py", "_Order"),
     ("tests/simulation/world/memoization.py", "_Window"),
     ("tests/torch/test_world.py", "_Board"),
+    ("tests/unit/test_add_source.py", "_Rank"),
+    ("tests/unit/test_connect.py", "_started"),
+    ("tests/unit/test_graph_page.py", "_module"),
+    ("tests/unit/test_payload_gather.py", "_fill_all"),
+    ("tests/unit/test_profile.py", "_sum"),
+    ("tests/unit/test_ray_private_folder.py", "_root"),
+    ("tests/unit/test_report.py", "_ticks"),
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in OTHERS
+
+
+def is_own(node: ast.expr) -> bool:
+    """Return whether an object is ``self``, ``cls`` or ``super()``."""
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id == "super"
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def accesses(tree: ast.AST) -> Iterator[str]:
+    """Yield private attributes, imports and names in ``setattr`` or ``getattr`` calls."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=value, attr=attr) if not is_own(value):
+                if is_private(attr) or attr == "internals":
+                    yield ast.unparse(node)
+            case ast.ImportFrom(names=names):
+                yield from (alias.name for alias in names if is_private(alias.name))
+            case ast.Call(func=func, args=[owner, *_] as given) if not is_own(owner):
+                if ast.unparse(func).endswith(("setattr", "getattr", "hasattr", "delattr")):
+                    words = [a.value for a in given if isinstance(a, ast.Constant)]
+                    named = [w.rpartition(".")[2] for w in words if isinstance(w, str)]
+                    yield from (name for name in named if is_private(name))
+
+
+def found() -> set[tuple[str, str]]:
+    paths = [p for folder in ("tests", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
+    return {
+        (str(path.relative_to(ROOT)), name)
+        for path in paths
+        if path != ACCESSORS
+        for name in accesses(ast.parse(path.read_text()))
+    }
+
+
+def test_private_names_are_used_through_the_accessors_only() -> None:
+    assert found() - REMAINING == set(), "use a public name, or an accessor of tests/internals.py"
+
+
+def test_the_table_of_remaining_accesses_has_no_entry_that_is_gone() -> None:
+    assert REMAINING - found() == set()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "client._queue",
+        "self.client._queue = 3",
+        "patch.setattr(Client, '_queue', None)",
+        "patch.setattr('overlord.client.client._queue', None)",
+        "getattr(client, '_queue')",
+        "from overlord.client.client import _queue",
+    ],
+)
+def test_every_form_of_an_access_is_found(code: str) -> None:
+    assert [name.rpartition(".")[2] for name in accesses(ast.parse(code))] == ["_queue"]
+
+
+@pytest.mark.parametrize("code", ["self._queue", "super()._queue", "os._exit(1)", "x.__class__"])
+def test_own_attributes_and_those_of_others_are_not_counted(code: str) -> None:
+    assert list(accesses(ast.parse(code))) == []
+
+
+SEAMS = {name: seam for name, seam in vars(internals).items() if isinstance(seam, Seam)}
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_every_seam_names_an_attribute_that_exists(name: str) -> None:
+    if ".ray." in SEAMS[name].owner and importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    assert SEAMS[name].real is not None
