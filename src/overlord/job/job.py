@@ -286,8 +286,7 @@ class Job:
         the context of all dp x cp ranks together, which share a document.
     evaluation: whether the job evaluates: one pass over its sources without shuffling, whose
         ``epochs`` and ``shuffle`` it replaces. Default False. See ``ov.evaluation``.
-    stages: list of ``ov.Stage``, one after another; they replace batch, mixture and context for
-        some steps. Default (): none.
+    stages: list of ``ov.Stage``, with a batch or mixture of their own. Default (): none.
     hooks: ``ov.loader_do_plan(...)`` and ``ov.constructor_do_plan(fn)``, executed in this order.
         Default (): none.
     """
@@ -332,13 +331,10 @@ class Job:
             raise JobError(problems, f"job {self.name!r}")
 
     def __repr__(self) -> str:
-        size = stages.shown_size(self)
         how = f"{shown_name(self.strategy)}, sync {self.sync}"
-        how = f"one pass, {how}" if self.evaluation else how
-        return (
-            f"Job({self.name!r}, {len(self.sources)} sources, {size}, {self.place}, "
-            f"{how}, seed {self.seed})"
-        )
+        what = f"{len(self.sources)} sources, {stages.shown_size(self)}, {self.place}"
+        once = "one pass, " if self.evaluation else ""
+        return f"Job({self.name!r}, {what}, {once}{how}, seed {self.seed})"
 
     @staticmethod
     def from_yaml(path: str | PathLike[str]) -> Job:
@@ -362,13 +358,11 @@ class Job:
         return tuple(source.name for source in self.sources)
 
     @property
-    def batches(self) -> BatchByStep:
-        """Return the batch of every step: of its stage, with the sizes of ramps."""
+    def batches(self) -> BatchByStep:  # the batch of every step: of its stage, without ramps
         return stages.batches(self)
 
     @property
-    def end_step(self) -> int | None:
-        """The step before which the job ends at the latest; None if data alone ends it."""
+    def end_step(self) -> int | None:  # the step before which ``until`` or stages end the job
         return stages.end(self)
 
     @property
