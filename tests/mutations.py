@@ -34,6 +34,7 @@ TESTS = {
     "plan": ("unit/test_step.py", "properties/test_plan.py", "properties/test_rank_views.py"),
     "planning": (
         "properties/test_concat.py",
+        "unit/test_source_budgets.py",
         "properties/test_source_budgets.py",
         "properties/test_chunk_weights.py",
         "unit/test_golden.py",
