@@ -36,6 +36,8 @@ TESTS = {
         "properties/test_concat.py",
         "unit/test_source_budgets.py",
         "properties/test_source_budgets.py",
+        "unit/test_stages.py",
+        "properties/test_stages.py",
         "properties/test_chunk_weights.py",
         "unit/test_golden.py",
         "unit/test_planner.py",
@@ -437,10 +439,15 @@ MUTATIONS = [
             "isinstance(e, Skip) else 0) > step\n",
             "isinstance(e, Skip) else 0) > step + 1\n",
         ),
+        (
+            "a change of mixture outlives its stage",
+            "if first <= step), default=0) - 1)",
+            "if first <= step), default=0) - 10**9)",
+        ),
         ("a skip is forgotten at once", "(lag if isinstance(e, Skip) else 0)", "0"),
         (
             "a mixture that waits for its epoch pushes out the one in force",
-            "*latest(events, -1, mix_step),\n        *latest(events, mix_step, step),",
+            "*latest(events, -1, mix_step, starts),\n        *latest(events, mix_step, step, starts),",
             "*(latest(events, mix_step, step) or latest(events, -1, mix_step)),",
         ),
         (
@@ -658,6 +665,23 @@ MUTATIONS = [
         "planning/chunks.py",
         ("the rest of a cut sample is lost", "pieces.end == tokens, state", "tokens > 0, state"),
         ("a cut that stays", "        cut[i] = 0\n", "        cut[i] += 0\n"),
+    ),
+    *_at(
+        "planning/stage_cuts.py",
+        ("pieces of a long sample overlap", "- n, n)) * context", "- n, n)) * (context - 1)"),
+        (
+            "a truncated sample continues",
+            'whole = wide if how == "split" else np.minimum(wide, context)',
+            "whole = wide",
+        ),
+    ),
+    *_at(
+        "planning/schedule/by_stage.py",
+        (
+            "a stage's schedule counts from the start of the job",
+            "own(step - first, feedback)",
+            "own(step, feedback)",
+        ),
     ),
     *_at(
         "planning/cut_pieces.py",

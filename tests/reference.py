@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from fractions import Fraction
 from hashlib import blake2b
 from itertools import count, islice
 from math import ceil, fsum
+from types import SimpleNamespace
 from typing import Any
 
 from overlord.job.job import Job, Source
@@ -48,24 +50,27 @@ def reference_stream(
         joins or {},
         {} if long is None else long,
     )
-    total, parts = (
-        job.batch.samples or job.batch.tokens or 0,
-        job.batch.microbatches if job.mix_every == "microbatch" else 1,
-    )
     for step in count():
         drawn: list[Sample] = []
         mixer.picks = 0
-        over = isinstance(job.until, int) and step >= job.until
+        over = mixer.enter(step)
+        batch = mixer.job.batch
+        total, parts = (
+            batch.samples or batch.tokens or 0,
+            batch.microbatches if job.mix_every == "microbatch" else 1,
+        )
         while not drawn and any(mixer.weights(step)) and not over and not mixer.stop:
             for m in range(parts):
                 drawn += mixer.draw(step, total // parts + (m < total % parts))
         if not drawn:
             return
-        yield (
-            drawn
-            if job.look_ahead == 1
-            else mixer.choose(step, [i for i, _ in drawn], score or (lambda _step, _sample: 0.0))
-        )
+        if job.look_ahead > 1:
+            order = [i for i, _ in drawn]
+            drawn = mixer.choose(step, order, score or (lambda _step, _sample: 0.0))
+        for sample in drawn:  # tokens that its stage truncates do not count for a budget
+            given = sum(len(tokens) for *_, tokens in pieces_in_stage(job, step, sample))
+            mixer.streams[job.names.index(sample[0][0])].left += len(sample[1]) - given
+        yield drawn
 
 
 # Keyed hashes
@@ -146,17 +151,26 @@ def part_of(
     return (r for r in rows if keyed_hash(key, r[0], r[1]) < below[r[0], r[1]])
 
 
-def within_budget(stream: Iterator[Sample], source: Source, job: Job) -> Iterator[Sample]:
-    """End a stream before the sample that exceeds `max_tokens`; in chunks, inside that sample."""
-    left = source.max_tokens
-    if left is None:
-        yield from stream
-        return
-    while left > 0 and (sample := next(stream, None)) is not None:
-        if len(sample[1]) > left and job.batch.packing == "documents":
-            return
-        left -= len(sample[1])
-        yield sample
+class WithinBudget:
+    """A stream that ends before the sample that exceeds `max_tokens`; in chunks, inside it."""
+
+    def __init__(self, stream: Iterator[Sample], source: Source, job: Job):
+        self.stream, self.chunks = stream, job.batch.packing == "concat"
+        self.left = float("inf") if source.max_tokens is None else source.max_tokens
+        self.held: Sample | None = None  # the sample that exceeded it
+
+    def __iter__(self) -> WithinBudget:
+        return self
+
+    def __next__(self) -> Sample:
+        if self.left <= 0:
+            raise StopIteration
+        self.held = self.held or next(self.stream)
+        sample, size = self.held, len(self.held[1])
+        if size > self.left and not self.chunks:
+            raise StopIteration
+        self.left, self.held = self.left - size, None
+        return sample
 
 
 def rows_in_order(
@@ -189,7 +203,8 @@ def longest(job: Job) -> int:
     if job.max_document is not None:
         return job.max_document
     shared = job.strategy == "hdp_balance" or getattr(job.strategy, "hybrid", False)
-    return job.batch.context * (job.place.dp * job.place.cp if shared else 1)
+    contexts = [stage_batch(job, stage).context for stage in job.stages] or [job.batch.context]
+    return max(contexts) * (job.place.dp * job.place.cp if shared else 1)
 
 
 def cut(tokens: list[int], job: Job) -> list[list[int]]:
@@ -210,6 +225,67 @@ def lost_tokens(length: int, job: Job) -> int:
     return length if job.on_long == "drop" else length - context
 
 
+# Stages
+
+
+def stage_batch(job: Job, stage: Any) -> Any:
+    batch = stage.batch or job.batch
+    return batch if stage.context is None else replace(batch, context=stage.context)
+
+
+def stage_of(job: Job, step: int) -> tuple[int, int]:
+    """Return the number of the stage of a step, and its first step."""
+    first = 0
+    for k, stage in enumerate(job.stages):
+        if stage.steps is None or step < first + stage.steps or k == len(job.stages) - 1:
+            return k, first
+        first += stage.steps
+    return 0, 0
+
+
+def number(size: Any, step: int) -> int | None:
+    """Return the size of a step, by the arguments of its ramp."""
+    if size is None or isinstance(size, int):
+        return size
+    given = size.parameters()
+    if size.kind == "staged":
+        return int(given["stages"][max(k for k in given["stages"] if k <= step)])
+    way = Fraction(min(max(0, step - given.get("begin", 0)), given["steps"]), given["steps"])
+    exact = given["start"] + (given["end"] - given["start"]) * way
+    multiple = given.get("multiple", 1)
+    return int(exact.numerator // exact.denominator // multiple * multiple)
+
+
+def batch_of(job: Job, step: int) -> Any:
+    """Return the batch of a step, without ramps."""
+    batch, begun = job.batch, 0
+    if job.stages:
+        k, first = stage_of(job, step)
+        batch = stage_batch(job, job.stages[k])
+        begun = first if job.stages[k].batch is not None else 0
+    sizes = {name: number(getattr(batch, name), step - begun) for name in ("samples", "tokens")}
+    return replace(batch, **sizes)
+
+
+def is_over(job: Job, step: int) -> bool:
+    lengths = [stage.steps for stage in job.stages]
+    all_known = bool(lengths) and None not in lengths
+    return (isinstance(job.until, int) and step >= job.until) or (
+        all_known and step >= sum(n or 0 for n in lengths)
+    )
+
+
+def pieces_in_stage(job: Job, step: int, sample: Sample) -> list[tuple[Id, int, list[int]]]:
+    """Return the pieces of a drawn sample: its id, the place in the sample, and the tokens."""
+    ident, tokens = sample
+    context = batch_of(job, step).context
+    if len(tokens) <= context:
+        return [(ident, 0, tokens)]
+    if job.on_long == "truncate":
+        return [(ident, 0, tokens[:context])]
+    return [(ident, at, tokens[at : at + context]) for at in range(0, len(tokens), context)]
+
+
 # The draw
 
 
@@ -222,11 +298,12 @@ class Mixer:
         joins: dict[str, int],
         long: dict[str, list[int]],
     ):
-        self.job = job
+        self.whole_job, self.job = job, job
         self.mixture, self.reports, self.joins = copy.deepcopy(job.mixture), reports, joins
+        self.mixtures = [copy.deepcopy(stage.mixture) for stage in job.stages]
         self.asked: tuple[int, Any] = (-1, None)  # the last step, and the mixture's result for it
         self.streams = [
-            within_budget(samples(job, source, quarantine, long), source, job)
+            WithinBudget(samples(job, source, quarantine, long), source, job)
             for source in job.sources
         ]
         self.active = [True] * len(self.streams)
@@ -237,6 +314,15 @@ class Mixer:
         self.ahead: list[list[list[Any]]] = [[] for _ in self.streams]
         # The number of these that the step being drawn takes.
         self.spoken: list[int] = [0] * len(self.streams)
+
+    def enter(self, step: int) -> bool:
+        """Begin a step, with the batch of its stage; return whether the job is over."""
+        job: Any = SimpleNamespace(
+            **{f.name: getattr(self.whole_job, f.name) for f in fields(self.whole_job)}
+        )
+        job.batch = batch_of(self.whole_job, step)
+        self.job = job
+        return is_over(self.whole_job, step)
 
     def weights(self, step: int) -> list[int]:
         """Return the integer weights of the active sources, 0 for the others."""
@@ -249,11 +335,16 @@ class Mixer:
                 step,
                 self.mixture(step, feedback) if callable(self.mixture) else self.mixture,
             )
+            k, first = stage_of(self.whole_job, step)
+            own = self.mixtures[k] if self.mixtures else None
+            if own is not None:
+                self.asked = (step, own(step - first, feedback) if callable(own) else own)
         given: Any = self.asked[1]
         if given is None:
             given = {source.name: source.weight for source in self.job.sources}
         own = {s.name: s.weight for s in self.job.sources if s.name in self.joins}
-        if callable(self.mixture) and own:
+        shares = callable(self.mixture) or any(m is not None for m in self.mixtures)
+        if shares and own:
             first = [s for s in self.job.sources if s.name not in own]
             said, total = sum(given.get(s.name, 0.0) for s in first), sum(s.weight for s in first)
             own = {n: w * (said / total) if said and total else w for n, w in own.items()}

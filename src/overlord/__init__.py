@@ -32,6 +32,7 @@ _HOME = {
     "Job": "overlord.job.job",
     "Source": "overlord.job.job",
     "Model": "overlord.job.model",
+    "Stage": "overlord.job.stages",
     "evaluation": "overlord.job.evaluation",
     "Batch": "overlord.mesh",
     "Mesh": "overlord.mesh",
@@ -81,6 +82,7 @@ _MODULES = {
     "cost": "overlord.planning.cost",
     "schedule": "overlord.planning.schedule",
     "strategy": "overlord.planning.strategies",
+    "torch": "overlord.torch",
 }
 
 __all__ = ["__version__", *_HOME, *_MODULES]
@@ -152,6 +154,7 @@ if TYPE_CHECKING:
     from overlord.job.job import Job as Job
     from overlord.job.job import Source as Source
     from overlord.job.model import Model as Model
+    from overlord.job.stages import Stage as Stage
     from overlord.jobfile.yaml_file import register_function as register_function
     from overlord.mesh import Batch as Batch
     from overlord.mesh import ClientPlaceTree as ClientPlaceTree

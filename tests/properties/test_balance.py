@@ -875,9 +875,11 @@ def test_a_method_that_answers_nonsense_is_named(answer: np.ndarray, said: str) 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
     problem = PackingProblem(costs=np.ones(3), sizes=np.ones(3, np.int64), n_buckets=2)
-    with pytest.raises(PlanError, match="known: both, inter, intra"):
+    with pytest.raises(
+        PlanError, match="expected level both or inter or intra or interleaved, got 'all'"
+    ):
         place(problem, level="all")
-    with pytest.raises(PlanError, match="known: iteration, microbatch"):
+    with pytest.raises(PlanError, match="expected objective iteration or microbatch, got 'step'"):
         place(problem, objective="step")
     with pytest.raises(PlanError, match="level 'interleaved': expected keep_order=False"):
         place(problem, level="interleaved", keep_order=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import overlord as ov
 from tests import chats
@@ -57,3 +60,30 @@ def test_a_job_of_conversations_continues_from_its_state(tmp_path: Path):
         state = session.state_dict()
     with ov.launch(made, resume=state) as session:
         assert [written(step) for step in session.client(0)] == whole[3:]
+
+
+def learned(made: ov.Job, runtime: str) -> tuple[Counter[Any], float]:
+    """Return how often each label of each sample is learned, and the sum of their weights."""
+    found, total = Counter[Any](), 0.0
+    with ov.launch(made, runtime=runtime, stall_limit_s=60) as session:
+        for step in session.client(0):
+            total += step.global_valid_tokens
+            for mb in step:
+                for piece, begin in zip(mb.samples, mb.begins.tolist(), strict=True):
+                    for k in range(piece.length):
+                        at = piece.offset + k
+                        if mb["loss_mask"][at]:
+                            label = int(mb["labels"][at])
+                            found[tuple(piece.sample), begin + k + 1, label] += 1
+    return found, total
+
+
+def test_conversations_in_chunks_learn_the_tokens_of_whole_conversations(tmp_path: Path) -> None:
+    made = job(tmp_path)
+    wanted, total = learned(made, "local")
+    assert set(wanted.values()) == {1}
+    for context in (16, 128):
+        batch = ov.Batch(samples=8, context=context, packing="concat", shape="fixed")
+        chunks = replace(made, batch=batch, max_document=128)
+        for runtime in RUNTIMES:
+            assert learned(chunks, runtime) == (wanted, total)

@@ -131,7 +131,7 @@ def test_a_state_of_the_middle_of_a_step_is_refused_by_another_mesh(tmp_path: Pa
     saved = first.state_dict()
     first.close()
     with ov.launch(text_job(tmp_path, microbatches=3, dp=2)) as session:
-        second = ot.StatefulLoader(session.client(0), microbatches=True)
+        second, _ = (ot.StatefulLoader(session.client(rank), microbatches=True) for rank in (0, 1))
         second.load_state_dict(saved)
         assert second.state_dict()["plan"] == saved["plan"]
         for _ in range(

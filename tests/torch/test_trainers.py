@@ -145,7 +145,7 @@ def test_lightning_is_refused_a_client_that_it_would_take_steps_from_ahead(tmp_p
     told = raised.value if isinstance(raised.value, ov.JobError) else raised.value.__context__
     assert isinstance(told, ov.JobError)
     assert "_PrefetchDataFetcher takes steps before it trains on them" in str(told)
-    assert "pass StatefulLoader(job)" in str(told)
+    assert "pass overlord.torch.Loader(job)" in str(told)
 
 
 # the Trainer of transformers
@@ -243,7 +243,7 @@ def test_accelerate_is_refused_a_dataset_that_it_would_deal_out_to_two_processes
     with pytest.raises(
         ov.JobError,
         match=r"got IterableDatasetShard, .* over 2 processes; "
-        r".*overlord\.torch\.StatefulLoader\(job\)",
+        r".*overlord\.torch\.Loader\(job\)",
     ):
         next(iter(loader))
     assert dataset.client is None, "nothing was launched"

@@ -155,7 +155,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: texts().cost("tokens", memory="tokens").balance(memory_capacity="5"),
         "expected a number above 0",
     ),  # type: ignore[arg-type]
-    "a method in a list": (lambda: texts().balance(["greedy"]), "unknown balance method"),  # type: ignore[arg-type]
+    "a method in a list": (lambda: texts().balance(["greedy"]), "expected a balance method"),  # type: ignore[arg-type]
     "a plan for a graph": (
         lambda: texts().balance().plan(encoder=plan()),
         "module 'encoder': expected a DGraph, got LoadingPlan",

@@ -10,9 +10,10 @@ import pytest
 
 from overlord.checks import did_you_mean
 from overlord.errors import JobError
-from overlord.job.job import Job, Source
+from overlord.job.job import HYBRID, STRATEGIES, Job, Source
 from overlord.job.mixture_weights import mixture_problems
 from overlord.mesh import Batch, ClientPlaceTree
+from overlord.planning import strategies
 from overlord.transforms.base import Tokens
 
 BATCH = Batch(samples=8, context=16)
@@ -319,3 +320,9 @@ def test_a_mixture_may_leave_sources_out():
 def test_a_name_that_is_close_is_suggested_and_else_the_known_ones_are_listed():
     assert did_you_mean("weigth", ["weight", "epochs"]) == "; did you mean 'weight'?"
     assert did_you_mean("zzz", ["weight", "epochs"]) == "; known: epochs, weight"
+
+
+def test_a_job_knows_the_names_of_all_strategies_and_which_of_them_split_samples() -> None:
+    assert set(STRATEGIES) == set(strategies.STRATEGIES)
+    split = {n for n, fn in strategies.STRATEGIES.items() if getattr(fn, "hybrid", False)}
+    assert set(HYBRID) == split

@@ -469,6 +469,43 @@ def test_a_source_that_is_seldom_drawn_from_counts_when_enough_of_it_has_come_to
             assert (0 if found is None else found.samples) == known
 
 
+def test_the_profile_of_a_job_follows_its_added_sources(corpus: Path) -> None:
+    counted = {"loader": 0, "samples": 100.0, "tokens": 4.0}
+    counted |= {"of_samples_s": (0.0, 1.0), "core_s": 1.0}
+    with blueprint(job(source(corpus)), cache_dir=corpus / "c") as ready:
+        current, read = [ready], [counted | {"source": "web"}]
+        refresher = profile_store.Refresher(lambda: current[0], lambda: {"loaders": read})
+        assert set(refresher.refresh().sources) == {"web"}
+        late = SourceProfile(
+            name="late", fingerprint="f", samples=1, read_s=1.0, transform_s=0.0, tokens=4.0
+        )
+        more = ready.with_source(source(corpus, "late"))
+        more.profile = JobProfile.of([late])
+        current[0] = more
+        assert set(refresher.refresh().sources) == {"web", "late"}, "as measured when it was added"
+        read.append(counted | {"source": "late"})
+        found = refresher.refresh().sources["late"]
+        assert (found.samples, found.fingerprint) == (100, more.reader_spec(1).cost_fingerprint)
+        saved = profile_store.load(profile_store.path_of(more.given, corpus / "c"))
+        assert set(saved.sources) == {"web", "late"}
+
+
+def test_an_added_source_of_cheap_rows_has_one_loader_and_is_not_measured(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(partition, "known", lambda prepared: asked.append("known") or JobProfile())
+    monkeypatch.setattr(
+        partition, "quick", lambda *given, **more: asked.append("quick") or given[2]
+    )
+    with blueprint(job(source(corpus)), cache_dir=corpus / "c", hosts=8) as ready:
+        cheap = partition.with_new_loaders(ready.with_source(source(corpus, "ids")), "process")
+        assert (cheap.options.loaders, asked) == ({"ids": 1}, [])
+        heavy = source(corpus, "text", text(corpus))
+        partition.with_new_loaders(ready.with_source(heavy), "process")
+        assert "known" in asked
+
+
 @pytest.mark.parametrize("workers", ["threads", "processes"])
 def test_what_loaders_measure_refreshes_what_is_kept(corpus: Path, workers: str) -> None:
     slow = source(corpus, "slow", ov.Map(lasting, rows=True), ov.Tokens("tokens"), workers=workers)

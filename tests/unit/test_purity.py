@@ -20,9 +20,12 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
 VALUES = (
+    "batch_by_step",
+    "batch_ramp",
     "batch_rules",
     "checks",
     "errors",
+    "given_columns",
     "hashing",
     "late_binding",
     "mesh",
@@ -105,6 +108,7 @@ STANDARD = {
 EXCEPTIONS = {
     "checks": {"inspect"},  # for the signature of a user's function, no more
     "job.job": {"os.PathLike", "overlord.sources.python_objects", "overlord.uris"},
+    "job.source_uri": {"os.PathLike", "overlord.uris"},
     "mesh": {"os.environ"},  # what ``from_env`` reads when it is given nothing
     "planning.graph.page": {"html.escape", "importlib.resources.files", "os"},
     "planning.graph.page_data": {"base64.b64encode"},

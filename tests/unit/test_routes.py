@@ -302,11 +302,11 @@ def test_select_refuses_what_is_not_there() -> None:
         (lambda: graph.select("audio"), "expected metadata of image_patches, tokens, got 'audio'"),
         (
             lambda: graph.select("tokens", sources=["sea"]),
-            "unknown source 'sea'; known: seen, text",
+            "expected a source of the buffer, got 'sea'; select one of seen, text",
         ),
         (
             lambda: graph.select("tokens", sources=["text"]).select(sources=["sea"]),
-            "unknown source 'sea'",
+            "expected a source of the buffer, got 'sea'",
         ),
         (
             lambda: graph.select("image_patches", merge=0),
@@ -335,7 +335,7 @@ def test_follow_refuses_what_it_cannot_follow() -> None:
             lambda: images.follow(samples, per="epoch"),
             "expected per as one of iteration, microbatch, got 'epoch'",
         ),
-        (lambda: images.follow(samples, "best"), "unknown balance method 'best'"),
+        (lambda: images.follow(samples, "best"), "expected a balance method, got 'best'"),
         (
             lambda: graph.select("image_patches").distribute("DP").follow(samples, stay=True),
             'distributed over "WORLD"',

@@ -333,19 +333,34 @@ SIZES = st.lists(
 
 @given(
     SIZES,
-    st.sampled_from(({"samples": 7}, {"tokens": 256}, {"samples": 3, "packing": "concat"})),
+    st.sampled_from(
+        (
+            {"samples": 7},
+            {"tokens": 256},
+            {"samples": 3, "packing": "concat"},
+            {"samples": ov.schedule.linear(3, 12, 30)},
+        )
+    ),
     st.sampled_from(("all", "first", 25)),
+    st.booleans(),
 )
 @examples(40)
 def test_steps_drawn_at_once_end_as_those_drawn_one_by_one(
-    sizes: list[tuple[int, int, float]], batch: dict[str, Any], until: str | int
+    sizes: list[tuple[int, int, float]], batch: dict[str, Any], until: str | int, staged: bool
 ) -> None:
     """All samples of a source have one length, so that the estimate must be the truth."""
     sources = [
         source(f"s{i}", n=n, length=length, weight=weight, epochs=1)
         for i, (n, length, weight) in enumerate(sizes)
     ]
-    made = job(*sources, batch=ov.Batch(**{"context": 64, **batch}), until=until)
+    last = {s.name: 1.0 + i for i, s in enumerate(sources)}
+    stages = (ov.Stage(12), ov.Stage(30, context=128), ov.Stage(None, mixture=last))
+    made = job(
+        *sources,
+        batch=ov.Batch(**{"context": 64, **batch}),
+        until=until,
+        stages=stages if staged and "packing" not in batch else (),
+    )
     planner = PreparedJob(made, Options()).planner()
     known = [SourceSize(samples=n, tokens=length) for n, length, _ in sizes]
     found = forecast(planner.spec, planner.state(), known, [1.0] * len(sizes))

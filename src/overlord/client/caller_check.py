@@ -15,6 +15,7 @@ from overlord.errors import JobError
 
 # Accelerate and transformers: wrappers that distribute one stream over all processes.
 SHARING = ("IterableDatasetShard", "DataLoaderDispatcher")
+SKIPPING = "SkipDataLoader"  # skips the items that it counts as trained, on resume
 LIGHTNING = "_PrefetchDataFetcher"  # takes items ahead if the loader has no length
 ACCELERATE = "DataLoaderShard"  # takes one item ahead to detect the last one
 
@@ -46,7 +47,39 @@ def refuse_sharing(where: str) -> None:
                 [
                     f"expected a trainer that passes every item to this rank, got {name}, which "
                     f"distributes the items over {processes} processes; pass "
-                    "overlord.torch.StatefulLoader(job) to the trainer, which it does not wrap"
+                    "overlord.torch.Loader(job) to the trainer, which it does not wrap"
+                ],
+                where,
+            )
+
+
+def refuse_collating(where: str) -> None:
+    """Raise ``JobError`` if a caller is a DataLoader that would form batches of items."""
+    for caller in callers():
+        size = getattr(getattr(caller, "_index_sampler", None), "batch_size", None)
+        if size is not None and size > 1:
+            raise JobError(
+                [
+                    f"batch_size: expected None in the DataLoader, got {size}; an item is a batch "
+                    "already: pass overlord.torch.Loader(job) to the trainer. In the Trainer of "
+                    "transformers: overlord.torch.recipes.huggingface.use(trainer, loader)"
+                ],
+                where,
+            )
+
+
+def refuse_skipping(where: str, loaded: bool) -> None:
+    """Raise ``JobError`` if a caller skips items of a loader that has loaded a state.
+
+    The state is after the trained items already, so others would be skipped.
+    """
+    for caller in callers() if loaded else ():
+        if type(caller).__name__ == SKIPPING and getattr(caller, "skip_batches", 0) > 0:
+            raise JobError(
+                [
+                    "expected one way to resume, got a loaded state and a trainer that skips "
+                    f"{caller.skip_batches} items more; pass "
+                    "TrainingArguments(ignore_data_skip=True)"
                 ],
                 where,
             )
@@ -74,10 +107,10 @@ def refuse_ahead(where: str) -> None:
         if type(caller).__name__ == LIGHTNING:
             raise JobError(
                 [
-                    "expected an overlord.torch.StatefulLoader in this trainer, got a "
+                    "expected an overlord.torch.Loader in this trainer, got a "
                     f"{where}: {LIGHTNING} takes steps before it "
                     "trains on them, and a resume would skip them; pass "
-                    "StatefulLoader(job) or StatefulLoader(client)"
+                    "overlord.torch.Loader(job), or Loader(client)"
                 ],
                 where,
             )

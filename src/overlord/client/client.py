@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -121,7 +122,7 @@ class Piece(NamedTuple):
 class Microbatch(Mapping[str, np.ndarray]):
     """The arrays of one microbatch: a mapping from name to read-only array, with ``.samples``."""
 
-    __slots__ = ("_arrays", "_info", "_rows", "_served_by")
+    __slots__ = ("_arrays", "_info", "_rows", "_served_by", "is_last")
 
     def __init__(
         self,
@@ -129,8 +130,10 @@ class Microbatch(Mapping[str, np.ndarray]):
         info: StepInfo,
         rows: np.ndarray,
         served_by: int | None = None,
+        is_last: bool = False,
     ):
         self._arrays, self._info, self._rows = arrays, info, rows
+        self.is_last = is_last  # whether it is the last microbatch of its step
         # the rank that fetches this microbatch, this one or another; None: this rank
         self._served_by = served_by
 
@@ -165,6 +168,16 @@ class Microbatch(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._arrays)
+
+    @property
+    def step(self) -> int:
+        """The number of the step of this microbatch."""
+        return self._info.step
+
+    @property
+    def global_valid_tokens(self) -> int | float:
+        """That of the step: divide summed losses by it."""
+        return self._info.valid_tokens
 
     @property
     def info(self) -> StepInfo:
@@ -216,6 +229,16 @@ class Step:
         return self._info.digest
 
     @property
+    def stage(self) -> str | int | None:
+        """The name of the step's stage, or its number; None if the job has no stages."""
+        return self._info.stage
+
+    @property
+    def expected_microbatches(self) -> int | None:
+        """``Batch.microbatches`` of the step's stage; None if the job has no stages."""
+        return self._info.microbatches
+
+    @property
     def global_valid_tokens(self) -> int | float:
         """The sum of the weights of all labels, over all ranks; divide summed losses by it.
 
@@ -258,8 +281,10 @@ class Step:
         """Return the microbatches; all calls return the same objects."""
         if self._cut is None:
             b, bounds, served_by = self._bucket, self._bucket.bounds.tolist(), self.served_by
+            rows = [b.samples[start:end] for start, end in pairwise(bounds)]
+            last = len(rows) - 1
             self._cut = tuple(
-                Microbatch(arrays, self._info, b.samples[bounds[m] : bounds[m + 1]], served_by)
+                Microbatch(arrays, self._info, rows[m], served_by, m == last)
                 for m, arrays in enumerate(self._with_images(b))
             )
         return self._cut
@@ -329,6 +354,7 @@ class Client:
         microbatches: int | None = None,
         world_size: int | None = None,
         evaluation: bool = False,
+        missing_ranks: Callable[[], Sequence[int]] = tuple,
     ):
         self.rank, self._queue, self._state = rank, queue, start
         # called before the first wait, since the work starts on demand
@@ -353,6 +379,7 @@ class Client:
         # Batch.microbatches of the job, if known; an evaluation accepts any number
         self.microbatches_per_step = None if evaluation else microbatches
         self.world_size = world_size  # ranks of the mesh, if known
+        self.missing_ranks = missing_ranks  # returns ranks of the mesh that no client takes
         self.evaluation = evaluation  # Job.evaluation: loaders begin anew at every pass
         self._shared: tuple[Mesh | None, Mesh | None, tuple[str, ...]] = (None, None, ())
         # a step put back: the position before it, the state after it, and the step
@@ -497,7 +524,7 @@ class Client:
         before = self.mark()
         for step in self:
             try:
-                check_count(step, self.microbatches_per_step)
+                check_count(step, step.expected_microbatches or self.microbatches_per_step)
             except PlanError:
                 self._put_back(step, before)
                 raise

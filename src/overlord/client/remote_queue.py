@@ -44,6 +44,8 @@ SIBLINGS_AFTER_S = 0.5  # wait for a step before other queues of this process ar
 CHECK_AFTER_S = 5.0
 # Steps of which a trainer may keep views, in addition to ``prefetch``; further steps are copied.
 SPARE_SLOTS = 8
+# the fault of a queue whose constructor is not known yet
+NO_ADDRESS = DataStall("the session to send its address", 0.0)
 
 
 class RemoteStepQueue:
@@ -114,7 +116,7 @@ class RemoteStepQueue:
         if address:
             self._connect(DIAL_S)
         else:
-            self._lost_at, self._fault = now(), DataStall("the session to send its address", 0.0)
+            self._lost_at, self._fault = now(), NO_ADDRESS
 
     # Methods of the client.
 

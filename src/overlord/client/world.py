@@ -54,6 +54,34 @@ def world_here(where: str) -> World | None:
     return None
 
 
+def refuse_partial_mesh(client: Any, where: str) -> None:
+    """Raise ``JobError`` if a client has a part of a mesh whose other ranks no process trains.
+
+    ``client``: a client, or an object with a ``client``, as a ``DevicePrefetcher``.
+    """
+    client = getattr(client, "client", client)
+    size, missing = getattr(client, "world_size", None) or 1, ()
+    here = world_here(where)
+    if here is not None and 1 < size != here.size:
+        got = f"a client of rank {client.rank} of a mesh of {size}"
+        problem = f"expected a mesh of the {here.size} ranks of {here.named}, got {got}"
+    elif missing := getattr(client, "missing_ranks", tuple)():
+        listed = ", ".join(map(str, missing[:16])) + (" and more" if len(missing) > 16 else "")
+        problem = (
+            f"expected a client for each of the {size} ranks of the mesh, got one of rank "
+            f"{client.rank} and none of {listed}: their samples would be left out"
+        )
+    else:
+        return
+    raise JobError(
+        [
+            f"{problem}; on every rank write overlord.torch.Loader(job), under torchrun. For all "
+            "ranks in one process: session.client(rank) of each before the first step"
+        ],
+        where,
+    )
+
+
 def _whole(name: str, where: str) -> int:
     text = os.environ[name]
     if not text.isdecimal():

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.checks import did_you_mean
+from overlord.checks import did_you_mean, shown_name
 from overlord.errors import PlanError
 from overlord.messages.control import Cursor, PlannedStep, StreamState
 from overlord.observe.balancing_model import shown_model
 from overlord.observe.ring_text import host_memory, limit
 from overlord.observe.sample_lookup import COUNTED, SampleLookup, parse_id
+from overlord.observe.stage_text import stage_of_step
 from overlord.planning.graph.lineage import constructors_of
 from overlord.planning.mixture import latest
+from overlord.planning.schedule.by_stage import mixture_starts
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
@@ -163,6 +165,8 @@ class StepExplanation(Explanation):
     model: str  # by which the strategy balances; empty if a user's strategy decides
     fill: float
     modules: tuple[ModulePlacement, ...]
+    stage: str | int | None = None  # name or number of its stage; None: the job has no stages
+    stage_words: str = ""  # the stage and the size of the step; empty without stages and ramps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +275,8 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
             _placement(plan, name, known.job)
             for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))
         ),
+        stage=known.job.batches.stage(plan.step),
+        stage_words=stage_of_step(known.job, plan.step),
     )
 
 
@@ -283,8 +289,14 @@ def weights_from(stage: PlannedStep, job: Job) -> str:
         if after.mix_step == step
         else f", in force since step {after.mix_step} (mix_every={job.mix_every!r})"
     )
-    if change := latest(after.events, -1, after.mix_step):
+    if change := latest(after.events, -1, after.mix_step, mixture_starts(job)):
         return f"set_mixture from step {change[0].at}{since}"
+    number = job.batches.number(step)
+    if job.stages and (own := job.stages[number]).mixture is not None:
+        if isinstance(own.mixture, Mapping):
+            return "the mixture of the stage"
+        of = step - job.batches.parts[number].first
+        return f"the schedule of the stage, {shown_name(own.mixture)}, at its step {of}"
     if job.mixture is None:
         return f"the sources' own weights{since}"
     if isinstance(job.mixture, Mapping):

@@ -60,6 +60,7 @@ def _step(e: StepExplanation) -> str:
         [
             ("step", f"{e.step} ({status})"),
             ("holds", f"{e.samples:,} {e.rows}, {e.tokens:,} tokens; digest {e.digest}"),
+            *([("stage", e.stage_words)] if e.stage_words else []),
             ("weights", e.weights_from),
             *(
                 ("" if k else "strategy", what)

@@ -14,6 +14,7 @@ from rich.text import Text
 from overlord.observe.balancing_model import shown_model
 from overlord.observe.explain_text import waits
 from overlord.observe.ring_text import host_memory, limit
+from overlord.observe.stage_text import stage_lines, stage_of_step
 from overlord.planning.spec import share
 
 if TYPE_CHECKING:
@@ -103,14 +104,12 @@ def progress_bar(err: Console, what: str, total: int) -> Iterator[Callable[[Any]
 
 
 @contextmanager
-def step_counter(
-    err: Console, what: str, total: int | str | None
-) -> Iterator[Callable[[int], None]]:
-    """Show the number of finished steps on a terminal; a bar if ``total`` is a number.
+def step_counter(err: Console, what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show the number of finished steps on a terminal; a bar if the ``total`` is known.
 
     The context value is a function that receives the number.
     """
-    if isinstance(total, int):
+    if total is not None:
         with progress_bar(err, what, total) as advance:
             yield advance
         return
@@ -180,6 +179,7 @@ def run_view(
             + ", ".join(f"{k} {size(v)}" for k, v in memory.items()),
         ),
     ]
+    facts += [("stages", line.removeprefix("stage ")) for line in stage_lines(job)]
     facts += scaling_facts(metrics.get("scaling", {})) + placement_facts(
         metrics.get("placement", {})
     )
@@ -260,6 +260,7 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
         for r in reports
     ]
     views: list[RenderableType] = [grid(head, rows, 2), Text("")]
+    views += [Text(line) for line in stage_lines(job)]
     for r in reports:
         if r.format:
             columns = ", ".join(f"{name}: {kind}" for name, kind in r.schema.items()) or "none"
@@ -345,6 +346,7 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
             f"{plan.step}: {len(plan):,} {plan.row_kind}, {int(plan.tokens.sum()):,} tokens, "
             f"placed by {strategy} on {job.place}",
         ),
+        *([("stage", stage)] if (stage := stage_of_step(job, plan.step)) else []),
         (
             "imbalance",
             f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; {limit(plan, i)}",

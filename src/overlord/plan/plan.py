@@ -405,7 +405,9 @@ class LoadingPlan:
         if shared.any():
             i = int(sample[int(shared.argmax())])
             raise PlanError(
-                f"module {name!r}: two items of sample {self.sample_id(i)} share a token", self.step
+                f"module {name!r}: expected items without common tokens, got: two items of sample "
+                f"{self.sample_id(i)} share a token",
+                self.step,
             )
 
     def routes(

@@ -70,7 +70,7 @@ class TokenFront:
 def token_fronts(
     pool: LookAheadPool, streams: Sequence[SourceStream], state: StreamState, names: Sequence[str]
 ) -> list[TokenFront]:
-    """Return the fronts of the streams after the samples of the pool, of which some are cut.
+    """Return the fronts of the sources: the samples of the pool, of which some are cut, first.
 
     Raise ``PlanError`` if a cut sample has no rest: its source was changed.
     """
@@ -109,7 +109,7 @@ def place_chunks(
     tokens = samples.meta["tokens"]
     assert isinstance(tokens, np.ndarray)
     cut = [*state.cut] or [0] * len(spec.sources)
-    pieces = cut_pieces(samples.source, tokens, cut, drawn.tokens, spec.batch.context)
+    pieces = cut_pieces(samples.source, tokens, cut, drawn.tokens, samples.batch.context)
     buffer = piece_buffer(samples, pieces)
     plan = spec.strategy(buffer, spec.place)
     check_plan(plan, buffer, spec.place)

@@ -44,7 +44,7 @@ def candidate_order(source: np.ndarray, counts: Sequence[int]) -> np.ndarray:
 
 
 def fitting_rows(buffer: Buffer, sizes: np.ndarray, place: Mesh) -> np.ndarray:
-    """Return the rows, rising, of the samples that fit into a step's microbatches.
+    """Return the rows, ascending, of the samples that fit into a step's microbatches.
 
     ``sizes``: their tokens with padding. The other samples wait for a later step.
     """
@@ -56,10 +56,10 @@ def fitting_rows(buffer: Buffer, sizes: np.ndarray, place: Mesh) -> np.ndarray:
 
 
 def filling(buffer: Buffer, sizes: np.ndarray, n_bins: int, capacity: int) -> np.ndarray:
-    """Return the rows, rising, of the samples that fill ``n_bins`` bins; the oldest go first.
+    """Return the rows, ascending, of the samples that fill ``n_bins`` bins; the oldest go first.
 
-    They are the longest run from the start that best fit packs, as far as a search from above finds
-    it.
+    They are a run from the start that best fit can pack. A search from above looks for the longest
+    one, and may miss it.
     """
     age = np.zeros(len(buffer), np.int32) if buffer.age is None else buffer.age
     first = np.argsort(-age, kind="stable")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from overlord.errors import PlanError
-from overlord.mesh import BUCKET_AXES, Mesh
+from overlord.mesh import BUCKET_AXES, Batch, Mesh
 from overlord.messages.control import StreamState
 from overlord.plan.module_ranks import check_padding
 from overlord.plan.plan import LoadingPlan
@@ -19,9 +19,10 @@ from overlord.planning.mixture import sources_of_step
 from overlord.planning.selection import check_choice, checked_scores, rows_of
 from overlord.planning.shapes import candidate_order, check_shapes
 from overlord.planning.spec import Ledger, PlannerSpec
+from overlord.planning.stage_cuts import cut_samples
 from overlord.planning.stream import SourceStream, StreamPiece, step_meta
 from overlord.planning.valid_tokens import valid_tokens
-from overlord.sample import LOSS_WEIGHTS, Buffer, Ragged, take_rows
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Buffer, Ragged, take_rows
 
 # ----------------------------------------------------------------------------
 # Convert stream pieces into the buffer of a strategy, and check the plan that it returns.
@@ -74,6 +75,11 @@ class StepContext(NamedTuple):
     state: StreamState
     weights: Sequence[float]
 
+    @property
+    def batch(self) -> Batch:
+        """The batch of the step."""
+        return self.spec.batch_at(self.state.step)
+
 
 def gather(
     pieces: PieceColumns, order: np.ndarray, substep: np.ndarray | None, context: StepContext
@@ -95,7 +101,7 @@ def gather(
         row=pieces.row[order].astype(np.int64),
         part=pieces.part[order].astype(np.int32),
         meta=meta,
-        batch=spec.batch,
+        batch=context.batch,
         step=state.step,
         drawn=True,
         substep=substep,
@@ -496,6 +502,13 @@ def place_drawn(
     joint = PieceColumns(pieces)
     buffer = gather(joint, order, substep, context)
     loader = joint.holders(demand.first)[order]
+    cut = cut_samples(buffer, spec.cut_samples) if spec.cut_samples else None
+    if LOSS_RUNS in buffer.meta:  # only of use for cuts
+        own = {name: column for name, column in buffer.meta.items() if name != LOSS_RUNS}
+        buffer = replace(buffer, meta=own)
+    if cut is not None:
+        buffer = cut.buffer
+        ledger.count_truncated(cut.truncated, cut.lost)
     plan = spec.strategy(buffer, spec.place)
     check_plan(plan, buffer, spec.place)
     check_samples(plan, buffer)
@@ -507,8 +520,11 @@ def place_drawn(
     by_stream = np.lexsort((order, loader))
     doc = np.empty(len(loader), np.int64)
     doc[by_stream] = np.arange(len(loader))
+    if cut is not None:
+        doc, loader = doc[cut.sample], loader[cut.sample]
     cursors = joint.cursors_after(context.state.cursors)
-    valid = valid_tokens(plan, buffer.meta.get(LOSS_WEIGHTS), spec.images)
+    labels = "shifted" if cut is None else context.batch.labels
+    valid = valid_tokens(plan, buffer.meta.get(LOSS_WEIGHTS), spec.images, labels)
     return PlacedStep(
         plan, pops, doc, loader, cursors, drawn.owed, drawn.active, valid_tokens=valid
     )

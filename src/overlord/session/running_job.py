@@ -18,6 +18,7 @@ from overlord.journal.write_ahead import JournalStart
 from overlord.messages.control import StreamState
 from overlord.planning.mixture import EventLog
 from overlord.planning.schedule.base import learns
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.planning.spec import TokenLosses
 from overlord.process.shutdown import CloseOnce, Steps
 from overlord.serving.control_server import RemoteClient
@@ -83,7 +84,7 @@ class RunningJob:
         self.broadcast_ranks: frozenset[int] = frozenset()  # ranks whose steps other ranks fetch
         self.lock = threading.RLock()
         self.switching = threading.Lock()  # held while one generation replaces another
-        mixture = prepared.given.mixture
+        mixture = job_schedule(prepared.given)
         self.learns = learns(mixture)
         self.started = time.monotonic()
         self.loop = EventLoop(prepared.given.name)
@@ -201,7 +202,18 @@ class RunningJob:
             microbatches=job.batch.microbatches,
             world_size=job.place.world_size,
             evaluation=job.evaluation,
+            missing_ranks=self.missing_ranks,
         )
+
+    def missing_ranks(self) -> list[int]:
+        """Return the ranks of the mesh that no client takes, before the first step.
+
+        Of a session that serves other processes it is empty: it waits for all ranks.
+        """
+        with self.lock:
+            if self.begun or self.remote_ranks is not None:
+                return []
+            return [rank for rank in range(self.job.place.world_size) if rank not in self.clients]
 
     def new_queue(self, rank: int, generation: Generation) -> StepQueue:
         """Return an empty step queue of a rank. The caller holds the lock."""

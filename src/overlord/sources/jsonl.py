@@ -93,7 +93,7 @@ def _lines(
 
 
 def _slices(lines: Iterator[TextLine], options: ReadOptions, skip: int) -> Iterator[RawSlice]:
-    """Yield slices of ``slice_rows`` rows, starting at slice ``skip``; blank lines are no rows.
+    """Yield slices of ``slice_rows`` rows, starting at slice ``skip``; skip blank lines.
 
     A full slice is held until the next row is read, so that the last slice can be marked.
     """

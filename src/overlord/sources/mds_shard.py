@@ -56,7 +56,7 @@ class PlainBytes:
 
 
 class PackedBytes:
-    """Bytes of a compressed shard, from pieces of its text."""
+    """Bytes of a compressed shard, from an iterator over its decompressed pieces."""
 
     def __init__(self, pieces: Iterator[bytes | memoryview]):
         self._pieces, self._at = pieces, 0
@@ -112,7 +112,7 @@ def check_codec(compression: str) -> None:
 
 
 def _unpacked(handle: pa.NativeFile, size: int, shard: Shard) -> Iterator[bytes | memoryview]:
-    """Yield the text of a shard in pieces."""
+    """Yield the decompressed bytes of a shard in pieces."""
     codec = CODECS[shard.compression]
     if codec == "snappy":
         if shard.nbytes > SNAPPY_RATIO * size:

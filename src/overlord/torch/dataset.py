@@ -1,4 +1,4 @@
-"""Steps as a torch ``Dataset`` for a DataLoader, and as a ``StatefulLoader`` without one."""
+"""Steps of a job as a torch ``Dataset``, which a ``Loader`` iterates."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from overlord.client.caller_check import Ahead, nothing_ahead, refuse_sharing, taken_ahead
+from overlord.client.caller_check import (
+    Ahead,
+    nothing_ahead,
+    refuse_collating,
+    refuse_sharing,
+    refuse_skipping,
+    taken_ahead,
+)
 from overlord.client.microbatch_count import check_count
-from overlord.client.world import process_groups
+from overlord.client.world import process_groups, refuse_partial_mesh
 from overlord.errors import JobError, StateMismatch
 from overlord.job.budgets import is_endless
 from overlord.job.job import Job
@@ -31,7 +38,7 @@ def _refuse_collating(batch: Any, **_: Any) -> Any:
         [
             "batch_size: expected None in the DataLoader, got a number; an item of a "
             "Dataset is a whole step, or microbatch, which is a batch "
-            "already: DataLoader(dataset, batch_size=None)"
+            "already: iterate overlord.torch.Loader(job), or DataLoader(dataset, batch_size=None)"
         ],
         "Dataset",
     )
@@ -43,7 +50,8 @@ default_collate_fn_map.update({TensorStep: _refuse_collating, TensorMicrobatch: 
 class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow torch
     """A data set whose items are steps (``TensorStep``), or microbatches.
 
-    Use it with ``DataLoader(batch_size=None)``. ``source``: a Job, launched in the process that
+    A ``Loader`` holds one and is what trainers take. Where a framework insists on a data set, use
+    it with ``DataLoader(batch_size=None)``. ``source``: a Job, launched in the process that
     iterates, or a client of this process. ``microbatches``: an item is one microbatch; a step with
     another number of them than ``Batch.microbatches`` raises ``PlanError``, except in an
     evaluation. ``transform``: a function of each item, e.g. an adapter. ``rewind``: every
@@ -113,8 +121,23 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         if get_worker_info() is not None:
             return InWorker(self._in_worker())
         refuse_sharing("Dataset")
+        refuse_collating("Dataset")
+        refuse_skipping("Dataset", self._loaded)
+        if self.job is None:
+            refuse_partial_mesh(self._client, "Dataset")
         self._begin_pass(taken_ahead())
         return self._items()
+
+    def __getitem__(self, index: Any) -> Any:
+        """Refuse access by index, which samplers (``DistributedSampler``) use."""
+        raise JobError(
+            [
+                f"sampler: expected none, got index {index!r}: the job has placed its samples on "
+                "ranks and steps already; remove the sampler and pass "
+                "overlord.torch.Loader(job) itself to the trainer"
+            ],
+            "Dataset",
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Do nothing: the job determines the order of samples. Trainers call it before a pass."""
@@ -205,7 +228,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
                 self._taken = self._step()
             if (step := self._taken) is None:
                 return False
-            check_count(step, self._per_step())
+            check_count(step, self._per_step(step))
             self._same_plan(step)
             self._rest, self._out, self._skip, self._plan = (
                 deque(list(step)[self._skip :]),
@@ -216,12 +239,13 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             self._taken = None
         return True
 
-    def _per_step(self) -> int | None:
+    def _per_step(self, step: TensorStep) -> int | None:
         """Return the microbatches of a step; None if any number is accepted, as in evaluation."""
         if self.job is not None and self.job.evaluation:
             return None
         known: int | None = getattr(self._client, "microbatches_per_step", None)
-        return known if self.job is None else self.job.batch.microbatches
+        known = known if self.job is None else self.job.batch.microbatches
+        return step.expected_microbatches or known
 
     def _same_plan(self, step: TensorStep) -> None:
         """Raise ``StateMismatch`` if the delivered microbatches belong to another plan.
@@ -244,18 +268,28 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
     def __len__(self) -> int:
         """Return the number of items of the whole job; raise ``TypeError`` if it is unknown.
 
-        The number is known if ``until`` is a number and the stream of samples has no end. That of
-        an evaluation is known if the indexes of its sources have all lengths: it is planned once.
+        The number is known if ``until`` or the stages are a number of steps, and the stream of
+        samples has no end. That of an evaluation is known if the indexes of its sources have all
+        lengths: it is planned once.
         """
         if self.job is not None and self.job.evaluation:
             return self._pass_length(self.job)
-        if self.job is None or not isinstance(self.job.until, int) or not _endless(self.job):
+        end = None if self.job is None else self.job.end_step
+        if self.job is None or end is None or not _endless(self.job):
             raise TypeError(
-                "len(): expected a Job whose until is a number and which has a source without "
-                "epochs and max_tokens (with mixture=, only such sources), got a Job whose number "
+                "len(): expected a Job whose until or stages are a number of steps and which has a "
+                "source without epochs and max_tokens (with mixture=, only such sources), got a "
+                "Job whose number "
                 "of items is unknown; iterate without len()"
             )
-        return self.job.until * (self.job.batch.microbatches if self.microbatches else 1)
+        if not self.microbatches:
+            return end
+        parts = (*self.job.batches.parts, None)
+        ends = [end if part is None else min(part.first, end) for part in parts[1:]]
+        return sum(
+            (stop - min(part.first, end)) * part.batch.microbatches
+            for part, stop in zip(self.job.batches.parts, ends, strict=True)
+        )
 
     def _pass_length(self, job: Job) -> int:
         """Return the number of items of an evaluation."""
@@ -357,10 +391,9 @@ def _endless(job: Job) -> bool:
 
     With a mixture all sources must repeat, since the mixture may give some of them weight 0.
     """
-    repeats = [
-        is_endless(source) for source in job.sources if job.mixture is not None or source.weight > 0
-    ]
-    return all(repeats) if job.mixture is not None else any(repeats)
+    mixed = job.mixture is not None or any(stage.mixture is not None for stage in job.stages)
+    repeats = [is_endless(source) for source in job.sources if mixed or source.weight > 0]
+    return all(repeats) if mixed else any(repeats)
 
 
 def _join(job: Job, rank: int | None, options: Mapping[str, Any]) -> Any:
@@ -375,87 +408,3 @@ def _join(job: Job, rank: int | None, options: Mapping[str, Any]) -> Any:
     from overlord.session.rendezvous import join
 
     return join(job, rank=rank, **options)
-
-
-class StatefulLoader:
-    """A loader with the interface of a torchdata ``StatefulDataLoader``.
-
-    Iterate it, save ``state_dict()``, and load it before iterating again. ``source``: a Job or a
-    client. With ``device``, ``depth`` steps are prefetched to it (``DevicePrefetcher``). A second
-    ``iter`` continues where the first stopped: the stream has no epochs, only its sources have.
-    With ``rewind``, and with an evaluation by default, it starts at the first step each time.
-    Everything else is as in ``Dataset``.
-    """
-
-    # Trainers read these when they wrap the loader, for example to skip items on resume.
-    batch_size = None
-    num_workers = 0
-    drop_last = False
-    prefetch_factor = None
-
-    def __init__(
-        self,
-        source: Any,
-        *,
-        device: Any = None,
-        depth: int = 2,
-        pin: bool = True,
-        microbatches: bool = False,
-        transform: Callable[[Any], Any] | None = None,
-        rank: int | None = None,
-        rewind: bool | None = None,
-        **launch_options: Any,
-    ):
-        def on_device(client: Any) -> Any:
-            from overlord.torch.device_prefetch import DevicePrefetcher
-
-            return DevicePrefetcher(client, device, depth, pin)
-
-        wrap = None if device is None else on_device
-        self.dataset = Dataset(
-            source,
-            microbatches=microbatches,
-            transform=transform,
-            rank=rank,
-            rewind=rewind,
-            wrap=wrap,
-            **launch_options,
-        )
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.dataset)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing, as ``Dataset.set_epoch``."""
-        self.dataset.set_epoch(epoch)
-
-    def state_dict(self) -> State:
-        """Return the state after the last item that the trainer has trained on."""
-        return self.dataset.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any], allow: tuple[str, ...] = ()) -> None:
-        """Continue from a saved state, as ``Dataset.load_state_dict``."""
-        self.dataset.load_state_dict(state, allow)
-
-    @property
-    def client(self) -> Any:
-        """The client that delivers the steps; None for a Job before the first ``iter()``."""
-        return self.dataset.client
-
-    def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Report metrics of a step, as ``client.report``; an adaptive mixture uses them."""
-        self.dataset.open()
-        self.dataset.client.report(step, metrics)
-
-    def close(self) -> None:
-        """Close the client, and with it a session that was launched here."""
-        self.dataset.close()
-
-    def __enter__(self) -> StatefulLoader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -104,10 +104,18 @@ def _moved(
     }
 
 
-class TensorMicrobatch(Mapping[str, torch.Tensor]):
-    """A mapping of name to tensor, with the ``.samples`` of its microbatch."""
+class InStep(NamedTuple):
+    """The step of a microbatch, for trainers that iterate microbatches; None: unknown."""
 
-    __slots__ = ("_facts", "_samples", "_tensors", "_why")
+    step: int | None = None
+    global_valid_tokens: int | float | None = None
+    is_last: bool | None = None
+
+
+class TensorMicrobatch(Mapping[str, torch.Tensor]):
+    """A mapping of name to tensor, with the ``.samples`` and the step of its microbatch."""
+
+    __slots__ = ("_facts", "_in_step", "_samples", "_tensors", "_why")
 
     def __init__(
         self,
@@ -115,8 +123,10 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
         samples: Callable[[], list[Piece]] | list[Piece],
         facts: MicrobatchInfo | None = None,
         why: str = "",
+        in_step: InStep = InStep(),  # noqa: B008  # immutable
     ):
         self._tensors, self._samples, self._facts, self._why = made, samples, facts, why
+        self._in_step = in_step
 
     @staticmethod
     def of(microbatch: Mapping[str, Any]) -> TensorMicrobatch:
@@ -125,6 +135,7 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
             _shared(microbatch),
             lambda: list(getattr(microbatch, "samples", ())),
             why=why_missing(microbatch),
+            in_step=InStep(*(getattr(microbatch, name, None) for name in InStep._fields)),
         )
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -146,6 +157,27 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
         return self._samples() if callable(self._samples) else self._samples
 
     @property
+    def step(self) -> int | None:
+        """The number of its step."""
+        return self._in_step.step
+
+    @property
+    def global_valid_tokens(self) -> int | float | None:
+        """That of its step: divide summed losses by it."""
+        return self._in_step.global_valid_tokens
+
+    @property
+    def is_last(self) -> bool | None:
+        """Whether it is the last microbatch of its step: the optimizer steps after it."""
+        return self._in_step.is_last
+
+    def within(self, in_step: InStep) -> TensorMicrobatch:
+        """Return the microbatch as part of a step."""
+        if in_step == self._in_step:
+            return self
+        return TensorMicrobatch(self._tensors, self._samples, self._facts, self._why, in_step)
+
+    @property
     def facts(self) -> MicrobatchInfo:
         """Sizes, layout and label convention, for adapters; read on first use.
 
@@ -158,7 +190,7 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
     def without(self, keys: Sequence[str]) -> TensorMicrobatch:
         """Return the microbatch without some of its keys."""
         kept = {key: t for key, t in self._tensors.items() if key not in keys}
-        return TensorMicrobatch(kept, self._samples, self.facts, self._why)
+        return TensorMicrobatch(kept, self._samples, self.facts, self._why, self._in_step)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorMicrobatch:
         """Return a copy on a device; arrays that the CPU reads stay on the CPU."""
@@ -167,6 +199,7 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
             self._samples,
             self.facts,
             self._why,
+            self._in_step,
         )
 
     def pin_memory(self) -> TensorMicrobatch:
@@ -176,10 +209,12 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
             self._samples,
             self._facts,
             self._why,
+            self._in_step,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TensorMicrobatch, (self._tensors, self.samples, self._facts, self._why)
+        in_step = self._in_step
+        return TensorMicrobatch, (self._tensors, self.samples, self._facts, self._why, in_step)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{k} {t.dtype}{list(t.shape)}" for k, t in self._tensors.items())
@@ -192,10 +227,12 @@ class TensorStep:
     __slots__ = (
         "_microbatches",
         "encoder",
+        "expected_microbatches",
         "global_valid_tokens",
         "plan_digest",
         "rank",
         "served_by",
+        "stage",
         "step",
     )
 
@@ -210,7 +247,14 @@ class TensorStep:
         self.global_valid_tokens: int | float = about["global_valid_tokens"]
         self.plan_digest: str = about["plan_digest"]
         self.served_by: int = about["served_by"]  # the rank that fetches for this one, or itself
-        self._microbatches, self.encoder = tuple(microbatches), tuple(encoder)
+        self.stage: str | int | None = about["stage"]
+        self.expected_microbatches: int | None = about["expected_microbatches"]
+        last = len(microbatches) - 1
+        self._microbatches = tuple(
+            mb.within(InStep(self.step, self.global_valid_tokens, m == last))
+            for m, mb in enumerate(microbatches)
+        )
+        self.encoder = tuple(encoder)
 
     @staticmethod
     def of(
@@ -265,7 +309,15 @@ class TensorStep:
         )
 
 
-ABOUT = ("step", "rank", "global_valid_tokens", "plan_digest", "served_by")
+ABOUT = (
+    "step",
+    "rank",
+    "global_valid_tokens",
+    "plan_digest",
+    "stage",
+    "expected_microbatches",
+    "served_by",
+)
 
 
 def about(step: Step) -> dict[str, Any]:

@@ -170,10 +170,8 @@ def a_refused_step_of_a_broadcast_is_in_the_state(out: Path) -> None:
 def a_process_group_of_another_size_is_no_place_to_meet(out: Path) -> None:
     with ov.launch(job(ClientPlaceTree(dp=4))) as session:
         loader = ot.StatefulLoader(session.client(0), rewind=True)
-        assert "expected a process group of the 4 ranks of the mesh" in (
-            said := refusal(lambda: iter(loader))
-        )
-        assert "got a process group of 2" in said
+        said = refusal(lambda: iter(loader))
+        assert "expected a mesh of the 2 ranks of the process group, got a client of rank 0" in said
 
 
 def a_rank_that_begins_no_pass_is_named(out: Path) -> None:
@@ -236,7 +234,7 @@ def accelerate_does_not_deal_out_the_items_of_one_rank(out: Path) -> None:
             )
             said = refusal(lambda loader=loader: next(iter(loader)))
             assert f"got {name}, which distributes" in said
-            assert "overlord.torch.StatefulLoader(job)" in said
+            assert "overlord.torch.Loader(job)" in said
             accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 

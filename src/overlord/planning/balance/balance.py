@@ -209,7 +209,7 @@ def joined(p: PackingProblem) -> PackingProblem:
 def _check(p: PackingProblem, level: str, objective: str, keep_order: bool) -> None:
     for what, found, known in (("level", level, LEVELS), ("objective", objective, OBJECTIVES)):
         if found not in known:
-            raise PlanError(f"unknown balance {what} {found!r}; known: {', '.join(known)}")
+            raise PlanError(f"balance: expected {what} {' or '.join(known)}, got {found!r}")
     method_named(p.method)
     if level != "both" and keep_order:
         raise PlanError(

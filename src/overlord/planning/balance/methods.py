@@ -81,10 +81,13 @@ def karmarkar_karp(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndar
     return np.array(bin_of[:n], np.int32)
 
 
-BUILT_IN = ("greedy", "karmarkar_karp", "zigzag", "none")
-_METHODS: dict[str, BalanceFn] = dict(
-    zip(BUILT_IN, (greedy, karmarkar_karp, zigzag, none), strict=True)
-)
+_METHODS: dict[str, BalanceFn] = {
+    "greedy": greedy,
+    "karmarkar_karp": karmarkar_karp,
+    "zigzag": zigzag,
+    "none": none,
+}
+BUILT_IN = tuple(_METHODS)  # users register others later
 METHODS: Mapping[str, BalanceFn] = MappingProxyType(_METHODS)
 
 
@@ -127,7 +130,7 @@ def _by_cost_alone(fn: Callable[[np.ndarray, int], np.ndarray]) -> BalanceFn:
 def method_named(name: str) -> BalanceFn:
     if not isinstance(name, str) or name not in _METHODS:
         raise PlanError(
-            f"unknown balance method {name!r}; known: {', '.join(sorted(_METHODS))}",
+            f"expected a balance method, got {name!r}; known: {', '.join(sorted(_METHODS))}",
             remedy="add it with register_balance",
         )
     return _METHODS[name]

@@ -126,7 +126,7 @@ def mean_load(
 ) -> float:
     """Return the computation of a mean rank, without transfers.
 
-    ``constants``: with those of full tasks, of which there are as few as tokens allow.
+    ``constants``: add the constant of each task, as if every task were full.
     """
     exact, one = length.astype(np.float64), np.ones(len(length), np.int64)
     linear, square, constant = costs.coefficients(one)
