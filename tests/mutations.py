@@ -727,7 +727,7 @@ MUTATIONS = [
             "staged.plan.source[: len(rows)]",
         ),
         ("stages get all keys", "of_stage(slices[view.cp_rank], view)", "slices[view.cp_rank]"),
-        ("slices of ranks swapped", "zip(ranks, built_slices", "zip(ranks[::-1], built_slices"),
+        ("slices of ranks swapped", "zip(ranks, keyed", "zip(ranks[::-1], keyed"),
         (
             "views of a bucket for all buckets",
             "by_rank={r: batches[bucket_of[r], views[r]] for r in ranks}",

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from overlord.job.job import Job, Source
+from tests.reference_groups import Grouped, fitted, lost_of_group
 from tests.reference_rows import DROPPED, FAILED, Chunk, chunk_sizes, read_chunks, transform
 
 U = 2**40
@@ -111,7 +112,7 @@ def samples(
         for file, row, outcome in rows:
             if outcome == DROPPED:
                 continue
-            if outcome != FAILED and (lost := lost_tokens(len(outcome), job)):
+            if outcome != FAILED and (lost := lost_tokens(outcome, job)):
                 long.setdefault(source.name, []).append(lost)
                 if job.on_long == "drop":
                     continue
@@ -196,8 +197,11 @@ def longest(job: Job) -> int:
     return max(contexts) * (job.place.dp * job.place.cp if shared else 1)
 
 
-def cut(tokens: list[int], job: Job) -> list[list[int]]:
+def cut(tokens: Any, job: Job) -> list[list[int]]:
     context = longest(job)
+    if isinstance(tokens, Grouped):
+        whole = fitted(tokens, context, job.batch.context, job.on_long)
+        return [] if whole is None else [[t for document in whole for t in document]]
     if len(tokens) <= context or job.on_long == "truncate":
         return [tokens[:context]] if tokens else []
     return (
@@ -207,8 +211,10 @@ def cut(tokens: list[int], job: Job) -> list[list[int]]:
     )
 
 
-def lost_tokens(length: int, job: Job) -> int:
-    context = longest(job)
+def lost_tokens(outcome: Any, job: Job) -> int:
+    context, length = longest(job), len(outcome)
+    if isinstance(outcome, Grouped):
+        return lost_of_group(outcome, context, job.batch.context, job.on_long)
     if length <= context or job.on_long not in ("truncate", "drop"):
         return 0
     return length if job.on_long == "drop" else length - context

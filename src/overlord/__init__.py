@@ -57,6 +57,8 @@ _HOME = {
     "Tokenize": "overlord.transforms.tokenize",
     "Chat": "overlord.transforms.chat",
     "FillInMiddle": "overlord.transforms.fill_in_middle",
+    "Pair": "overlord.transforms.document_groups",
+    "Group": "overlord.transforms.document_groups",
     "Images": "overlord.transforms.images",
     "Tokens": "overlord.transforms.base",
     "Map": "overlord.transforms.base",
@@ -187,6 +189,8 @@ if TYPE_CHECKING:
     from overlord.transforms.base import Select as Select
     from overlord.transforms.base import Tokens as Tokens
     from overlord.transforms.chat import Chat as Chat
+    from overlord.transforms.document_groups import Group as Group
+    from overlord.transforms.document_groups import Pair as Pair
     from overlord.transforms.fill_in_middle import FillInMiddle as FillInMiddle
     from overlord.transforms.images import Images as Images
     from overlord.transforms.tokenize import Tokenize as Tokenize

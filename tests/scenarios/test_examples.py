@@ -34,6 +34,7 @@ SAYS = {
         "step 15 long          8430 tokens, 100% books, longest piece 1024",
         "resumed in stage 'annealing' at step 10: True",
     ],
+    "23_dpo.py": ["20 steps: loss 0.693 to 0.0", "quarantined: rejected is null or missing"],
     "20_packing.py": [
         "176 pieces continue a document of an earlier chunk",
         "compiled 1 time(s) for 160 microbatches",
@@ -117,6 +118,7 @@ NEEDS = {
     "17_tempbalance.py": "torch",
     "20_packing.py": "torch",
     "22_sft.py": "torch",
+    "23_dpo.py": "torch",
     "24_evaluation.py": "torch",
 }
 LONGER = (

@@ -422,3 +422,34 @@ def test_one_word_describes_a_job_with_stages() -> None:
     assert "linear(start=2, end=4, steps=2) samples a step" in repr(
         job(stages=(), batch=ov.Batch(samples=linear(2, 4, 2), context=128))
     )
+
+
+def test_stages_with_samples_of_several_documents_need_one_limit_for_all() -> None:
+    batch, stages = ov.Batch(samples=8, context=64), [ov.Stage(2), ov.Stage(None, context=256)]
+    source = ov.Source("pairs", "p.jsonl", transforms=[ov.Pair(chosen="c", rejected="r")])
+    with pytest.raises(ov.JobError, match="max_document: expected at most 64"):
+        ov.Job(name="j", sources=[source], batch=batch, stages=stages)
+    ov.Job(name="j", sources=[source], batch=batch, stages=stages, max_document=64)
+
+
+def test_the_strategy_even_needs_multiples_in_every_stage_and_ramp() -> None:
+    ramp = ov.schedule.linear(8, 16, steps=4, multiple=2)
+    source, place = ov.Source("web", "w.jsonl"), ov.Mesh(dp=4)
+    with pytest.raises(ov.JobError, match=r"multiple of 4 .* with strategy 'even'"):
+        ov.Job(
+            name="j",
+            sources=[source],
+            batch=ov.Batch(samples=ramp, context=64),
+            place=place,
+            strategy="even",
+        )
+    stages = [ov.Stage(2), ov.Stage(None, batch=ov.Batch(samples=6, context=64))]
+    with pytest.raises(ov.JobError, match=r"multiple of 4 .* got 6"):
+        ov.Job(
+            name="j",
+            sources=[source],
+            batch=ov.Batch(samples=8, context=64),
+            place=place,
+            strategy="even",
+            stages=stages,
+        )

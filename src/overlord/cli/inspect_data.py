@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from overlord.discovery.column_roles import IDS
 from overlord.errors import SourceError
 from overlord.sources.base import TEXTS, ReadOptions, chat_column, text_columns
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 WIDE = 60  # most characters of a value in a table
-IDS = ("tokens", "input_ids", "token_ids", "ids")  # usual names of columns with token ids
+PAIR = ("chosen", "rejected")  # usual names of preference data
 JOB_FILES = (".yaml", ".yml", ".json")
 GLOB = re.compile(r"[*?\[]")
 
@@ -43,6 +44,7 @@ class DataReport:
     nbytes: int
     schema: Mapping[str, str]
     first: Mapping[str, Any]  # the first row; empty without rows
+    bad: tuple[str, ...] = ()  # reasons of rows of the first slice that cannot be read
 
 
 def is_data(what: str) -> bool:
@@ -93,6 +95,7 @@ def inspect_data(uri: str) -> DataReport:
         nbytes=index.nbytes,
         schema=dict(index.schema or {field.name: type_name(field.type) for field in table.schema}),
         first=first,
+        bad=tuple(dict.fromkeys(reason for _, reason in raw.bad)),
     )
 
 
@@ -103,7 +106,9 @@ def job_text(report: DataReport) -> str:
     source: dict[str, Any] = {
         "uri": scrub(report.uri) if is_uri(report.uri) else os.path.abspath(report.uri)
     }
-    if ids is not None:
+    if (grouped := pair_transforms(report.schema)) is not None:
+        source["transforms"] = grouped
+    elif ids is not None:
         source["transforms"] = [{"tokens": {"column": ids}}]
     elif (chats := chat_column(report.schema)) is not None:
         source["transforms"] = [{"chat": {"tokenizer": "tokenizer", "messages": chats}}]
@@ -115,6 +120,32 @@ def job_text(report: DataReport) -> str:
         "batch": {"samples": 64, "context": 2048},
     }
     return yaml.safe_dump(job, sort_keys=False, allow_unicode=True, width=120)
+
+
+def pair_transforms(schema: Mapping[str, str]) -> list[dict[str, Any]] | None:
+    """Return the transforms of preference data; None without columns chosen and rejected."""
+    kinds = [_content(schema.get(name, "")) for name in PAIR]
+    if kinds[0] is None or kinds[0] != kinds[1]:
+        return None
+    pair: dict[str, Any] = {"chosen": PAIR[0], "rejected": PAIR[1]}
+    # the prompt of conversations may be a text
+    if _content(schema.get("prompt", "")) in (kinds[0], "tokenize" if kinds[0] == "chat" else None):
+        pair["prompt"] = "prompt"
+    encode: dict[str, dict[str, Any]] = {
+        "tokenize": {"tokenizer": "tokenizer.json"},
+        "chat": {"tokenizer": "tokenizer"},
+        "tokens": {},
+    }
+    return [{"pair": pair}, {kinds[0]: encode[kinds[0]]}]
+
+
+def _content(kind: str) -> str | None:
+    """Return the transform that reads a column of a type: texts, conversations or ids."""
+    if kind in ("string", "large_string"):
+        return "tokenize"
+    if "list" in kind and "struct" in kind:
+        return "chat"
+    return "tokens" if "list" in kind and "int" in kind else None
 
 
 def _ids_column(schema: Mapping[str, str]) -> str | None:
@@ -138,7 +169,13 @@ def remarks(report: DataReport) -> list[str]:
     """Return remarks on the suggested job file: changes that the user still has to make."""
     tokens = _ids_column(report.schema) is not None
     found = []
-    if not tokens and chat_column(report.schema):
+    if (grouped := pair_transforms(report.schema)) is not None:
+        found.append("chosen and rejected are a pair: both stay in one microbatch (docs/pairs.md)")
+        if "tokenize" in grouped[1]:
+            found.append("replace tokenizer.json by the tokenizer of your model; set its eos")
+        elif "chat" in grouped[1]:
+            found.append("replace tokenizer by the folder of your model's tokenizer")
+    elif not tokens and chat_column(report.schema):
         found.append("replace tokenizer by the folder of your model's tokenizer, with its template")
     elif not tokens and text_columns(report.schema):
         found.append("replace tokenizer.json by the tokenizer of your model")
@@ -155,12 +192,40 @@ def remarks(report: DataReport) -> list[str]:
     return found
 
 
+def defects(report: DataReport) -> list[str]:
+    """Return the reasons why a job cannot use the data as they are."""
+    found = [f"a row cannot be read: {reason}" for reason in report.bad]
+    usable = _ids_column(report.schema) or chat_column(report.schema) or text_columns(report.schema)
+    if not usable:
+        found.append("no column holds text, messages or token ids; a Map must return 'tokens'")
+    return found
+
+
+def data_document(report: DataReport) -> dict[str, Any]:
+    """Return the report as a JSON document."""
+    return {
+        "name": report.name,
+        "uri": scrub(report.uri),
+        "format": report.format,
+        "files": report.files,
+        "chunks": report.chunks,
+        "rows": report.rows,
+        "bytes": report.nbytes,
+        "columns": report.schema,
+        "first": {name: _short_text(value) for name, value in report.first.items()},
+        "remarks": remarks(report),
+        "warnings": defects(report),
+        "job": job_text(report),
+    }
+
+
 def data_view(report: DataReport) -> RenderableType:
     """Return tables of files and of columns with the first row, and a suggested job file."""
     from rich.console import Group
     from rich.text import Text
 
     from overlord.observe.tables import grid, size
+    from overlord.observe.terminal_text import one_line, printable
 
     rows = "unknown until read" if report.rows is None else f"{report.rows:,}"
     head = grid(
@@ -182,16 +247,17 @@ def data_view(report: DataReport) -> RenderableType:
         [(n, kind, _short_text(report.first.get(n))) for n, kind in report.schema.items()],
         3,
     )
-    remarked = [Text(f"  {remark}") for remark in remarks(report)]
+    remarked = [Text(one_line(f"  {remark}")) for remark in remarks(report)]
     return Group(
         head,
         Text(""),
         columns,
         Text(""),
+        Text("`overlord init` writes a complete job file, and previews the data", "dim"),
         Text("a job file for it:", style="bold"),
         *remarked,
         Text(""),
-        Text(job_text(report)),
+        Text(printable(job_text(report))),
     )
 
 

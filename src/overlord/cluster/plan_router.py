@@ -490,6 +490,8 @@ def _columns(plan: LoadingPlan, rows: np.ndarray) -> tuple[dict[str, Any], np.nd
         for name in ("source", "epoch", "file", "row", "part", "tokens", *PIECE_COLUMNS)
         if (column := getattr(plan, name)) is not None
     }
+    if plan.documents is not None:
+        columns["documents"] = plan.documents.take(rows)
     return columns, None if plan.substep is None else plan.substep[rows]
 
 

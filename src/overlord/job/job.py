@@ -17,7 +17,15 @@ from overlord import late_binding
 from overlord.batch_by_step import BatchByStep
 from overlord.checks import did_you_mean, is_int, is_real, one_of, shown_name, signature_problem
 from overlord.errors import JobError
-from overlord.job import budgets, document_limit, one_pass, packing, stages
+from overlord.job import (
+    budgets,
+    document_limit,
+    even_counts,
+    one_pass,
+    packing,
+    several_documents,
+    stages,
+)
 from overlord.job.consumption import consume_problems
 from overlord.job.hooks import Hook, hook_problems
 from overlord.job.mixture_weights import mixture_problems, schedule_problems
@@ -38,6 +46,7 @@ ON_LOST = ("fail", "leave")
 STRATEGIES = (
     "vanilla",
     "packed",
+    "even",
     "llm_balance",
     "backbone_balance",
     "encoder_balance",
@@ -481,6 +490,8 @@ class Job:
             + self._limit_problems()
             + self._packing_problems()
             + (stages.problems(self) if not found else [])
+            + several_documents.problems(self)
+            + even_counts.problems(self)
             + self._image_problems()
             + self._journal_problems()
         )

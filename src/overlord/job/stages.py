@@ -126,6 +126,16 @@ def contexts(job: Job) -> list[int]:
     return [part.batch.context for part in batches(job).parts]
 
 
+def smallest_context(job: Job) -> int:
+    """Return the smallest context of a microbatch in any stage."""
+    return min(contexts(job))
+
+
+def are_stages(given: object) -> bool:
+    """Return whether ``Job.stages`` holds stages only, or nothing."""
+    return isinstance(given, tuple) and all(isinstance(stage, Stage) for stage in given)
+
+
 def cut_samples(job: Job) -> str | None:
     """Return how the planner cuts samples that are longer than the context of their stage.
 

@@ -31,6 +31,7 @@ from overlord.jobfile.yaml_scalars import Dumper, Loader
 from overlord.mesh import Batch, ClientPlaceTree
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.chat import TEMPLATE_SUFFIX, Chat
+from overlord.transforms.document_groups import GROUPED, Group, Pair
 from overlord.transforms.fill_in_middle import FillInMiddle
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
@@ -52,6 +53,8 @@ _TRANSFORMS: dict[str, Any] = {
     "meta": Meta,
     "images": Images,
     "fill_in_middle": FillInMiddle,
+    "pair": Pair,
+    "group": Group,
 }
 
 
@@ -545,6 +548,8 @@ class _Writer:
             body["tokenizer"] = self._tokenizer(t, at)
         if isinstance(t, Chat) and str(t.template).endswith(TEMPLATE_SUFFIX):
             body["template"] = _absolute(str(t.template))
+        if isinstance(t, GROUPED) and t.values:
+            body["values"] = {n: c if isinstance(c, str) else list(c) for n, c in t.values.items()}
         if isinstance(t, (Map, Filter)):
             body["fn"] = self._name_of(t.fn, at)
         if isinstance(t, Meta):

@@ -67,6 +67,7 @@ class StepInfo:
     on: Mesh | None = None  # the backbone's own mesh; None: ``place``
     stage: str | int | None = None  # name or number of the step's stage; None: there are no stages
     microbatches: int | None = None  # ``Batch.microbatches`` of the stage; None: that of the job
+    samples: int = 0  # of the step, over all ranks
 
     @staticmethod
     def of(stage: PlannedStep, after: StreamState | EncodedState | None = None) -> StepInfo:
@@ -83,6 +84,7 @@ class StepInfo:
             ),
             stage.after if after is None else after,
             *_rank_mapping(p),
+            samples=stage.samples,
         )
 
     def without_broadcast(self) -> StepInfo:

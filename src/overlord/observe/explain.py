@@ -155,6 +155,7 @@ class StepExplanation(Explanation):
     skipped: bool
     digest: str
     samples: int  # rows of the plan
+    documents: int  # more than samples if some have several documents
     rows: str  # what a row is: samples, or pieces of samples
     tokens: int
     unit: str  # the unit of the mixture: samples or tokens
@@ -207,6 +208,7 @@ class SampleExplanation(Explanation):
     of_samples: int | None = None
     substep: int | None = None
     tokens: int | None = None
+    documents: tuple[int, ...] = ()  # tokens of each, if the sample has several
     loader: str | None = None
     placed: tuple[SlotOfSample, ...] = ()
     pieces: tuple[str, ...] = ()  # its pieces in retained plans, with packing="concat"
@@ -262,6 +264,7 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
         skipped=stage.skipped,
         digest=stage.digest,
         samples=len(plan),
+        documents=documents_of_plan(plan),
         rows=plan.row_kind,
         tokens=int(plan.tokens.sum()),
         unit="tokens" if known.job.batch.mixes_tokens else "samples",
@@ -278,6 +281,11 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
         stage=known.job.batches.stage(plan.step),
         stage_words=stage_of_step(known.job, plan.step),
     )
+
+
+def documents_of_plan(plan: LoadingPlan) -> int:
+    """Return the number of documents of a plan's samples."""
+    return len(plan) if plan.documents is None else int(plan.documents.counts.sum())
 
 
 def weights_from(stage: PlannedStep, job: Job) -> str:
@@ -549,6 +557,7 @@ def _placed(stage: PlannedStep, at: int, known: Known, base: dict[str, Any]) -> 
         of_samples=len(plan),
         substep=None if plan.substep is None else int(plan.substep[at]),
         tokens=int(plan.tokens[at]),
+        documents=() if plan.documents is None else tuple(plan.documents.lengths[at].tolist()),
         loader=None
         if stage.loader is None or not known.loaders
         else known.loaders[int(stage.loader[at])],

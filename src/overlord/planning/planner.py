@@ -595,4 +595,5 @@ class Planner:
             step.kept,
             step.loader.astype(np.int32),
             step.valid_tokens,
+            samples=len(plan),
         )

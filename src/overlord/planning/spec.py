@@ -13,6 +13,7 @@ import numpy as np
 from overlord.batch_by_step import BatchByStep, size_of
 from overlord.errors import StorageError
 from overlord.job.model import Model
+from overlord.job.several_documents import grouped
 from overlord.mesh import Batch, Mesh
 from overlord.messages.control import AddSource, Cursor, PlannedStep, SourceLost, StreamState
 from overlord.messages.data import DecodeFailures
@@ -40,6 +41,8 @@ class SourceSpec:
     loaders: int = 1
     files: tuple[str, ...] = ()  # paths, for errors
     meta: tuple[str, ...] = ()  # names of the metadata columns that its transforms add
+    # names of those with a value for each document; empty: its samples are single documents
+    documents: tuple[str, ...] = ()
     # whether the job continues without the source if its storage fails permanently
     leaves: bool = False
     # the source's own weight, used if it was added in mid-run and the mixture does not name it
@@ -480,11 +483,19 @@ def share(tokens: int, lost: int) -> float:
 
 
 def _warning(job: Job, source: int, tokens: int, lost: int) -> str:
-    what = "cut" if job.on_long == "truncate" else "dropped"
-    return (
+    what = "dropped" if job.on_long == "drop" else "cut"
+    found = (
         f"source {job.names[source]!r}: on_long={job.on_long!r} has {what} {lost:,} of "
         f"{tokens + lost:,} tokens so far ({share(tokens, lost):.1%}): "
-        f"documents longer than {job.document_limit:,} tokens; on_long='split' keeps all tokens"
+    )
+    if any(name == job.names[source] for name, _ in grouped(job.sources)):
+        return (
+            f"{found}documents longer than {job.document_limit:,} tokens, or samples with more "
+            f"than {job.batch.context:,}, which are never split; raise batch.context"
+        )
+    return (
+        f"{found}documents longer than {job.document_limit:,} tokens; on_long='split' keeps all "
+        "tokens"
     )
 
 

@@ -13,6 +13,7 @@ from overlord.mesh import BUCKET_AXES, Batch, Mesh
 from overlord.messages.control import StreamState
 from overlord.plan.module_ranks import check_padding
 from overlord.plan.plan import LoadingPlan
+from overlord.planning.document_nodes import documents_of_buffer, sample_sizes
 from overlord.planning.draw import Drawn, LoaderRequests, owed_after, step_positions
 from overlord.planning.images import check_images
 from overlord.planning.mixture import sources_of_step
@@ -107,6 +108,9 @@ def gather(
         substep=substep,
         weights=dict(zip(names, weights, strict=False)),
         absent=tuple(n for n in own if n not in had),
+        documents=tuple(
+            dict.fromkeys(name for s in spec.sources[: len(names)] for name in s.documents)
+        ),
         sync=spec.sync,
         model=spec.model,
     )
@@ -171,6 +175,28 @@ def check_samples(plan: LoadingPlan, buffer: Buffer) -> None:
             buffer.step,
             "build the plan from the buffer, without adding, dropping or reordering samples",
         )
+
+
+def _with_documents(plan: LoadingPlan, buffer: Buffer, place: Mesh) -> LoadingPlan:
+    """Return the plan with the documents of its samples, which are those of the buffer.
+
+    Raise ``PlanError`` unless sizes count the padding of each document, on whole microbatches.
+    """
+    if (documents := documents_of_buffer(buffer)) is None:
+        return plan
+    if problem := documents.problem(plan.tokens):
+        raise PlanError(f"documents: {problem}", buffer.step)
+    if plan.tasks is not None:
+        problem = "expected whole samples, since some have several documents, got pieces on rings"
+        raise PlanError(f"strategy: {problem}", buffer.step, "use a strategy without .split()")
+    sizes = sample_sizes(buffer, plan.main.sample, buffer.batch.document_multiple(place))
+    if not np.array_equal(plan.main.size, sizes):
+        raise PlanError(
+            "strategy: expected sizes with the padding of every document of a sample, got others",
+            buffer.step,
+            "build the plan from DGraph.from_buffer(buffer, place)",
+        )
+    return replace(plan, documents=documents)
 
 
 # ----------------------------------------------------------------------------
@@ -514,7 +540,7 @@ def place_drawn(
     check_samples(plan, buffer)
     if spec.images:
         check_images(plan, buffer)
-    plan.validate()
+    plan = _with_documents(plan.validate(), buffer, spec.place)
     # Samples leave a loader in the order of the source's stream.
     pops = np.bincount(loader, minlength=demand.n_loaders)
     by_stream = np.lexsort((order, loader))
@@ -575,6 +601,8 @@ def place_chosen(
     if spec.images:
         check_images(plan, buffer.take(rows))
     plan.validate()
+    if buffer.documents:
+        plan = _with_documents(plan, buffer.take(rows), spec.place)
     taken = np.zeros(len(candidates.rows), bool)
     taken[shown[rows]] = True
     doc, cursors = candidates.number[shown[rows]], state.cursors.copy()

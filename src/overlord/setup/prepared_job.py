@@ -19,7 +19,7 @@ from overlord.hashing import digest
 from overlord.job.consumption import consumed_by
 from overlord.job.hooks import CONSUME
 from overlord.job.job import Job, Source
-from overlord.job.stages import cut_samples
+from overlord.job.stages import cut_samples, smallest_context
 from overlord.loader.loader import Loader
 from overlord.loader.partial_epoch import partial_epoch
 from overlord.loader.reader import SourceReader
@@ -178,6 +178,7 @@ class PreparedJob:
             leaves=source.on_lost == "leave",
             files=tuple(f.path for f in self.indexes[i].files),
             meta=self.pipelines[i].meta_names,
+            documents=self.pipelines[i].document_meta,
             weight=float(source.weight),
             max_tokens=source.max_tokens,
             last_groups=None if (partial := self.orders[i].partial) is None else partial.groups,
@@ -420,6 +421,7 @@ def _pipeline(job: Job, source: Source) -> Pipeline:
         seed=job.seed,
         context=job.document_limit,
         on_long=job.on_long,
+        room=smallest_context(job),
         cuts=job.batch.in_chunks or cut_samples(job) is not None,
     )
 

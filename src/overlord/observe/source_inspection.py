@@ -1,25 +1,30 @@
-"""The checks of ``overlord inspect``: files, sampled rows and failures of every source.
+"""Inspection of the sources of a job: files, sampled rows and failures of every source.
 
 Every source is checked separately, so that a failure of one does not hide the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from overlord.checks import describe_error
+from overlord.documents import LENGTHS, sums
 from overlord.errors import OverlordError
+from overlord.job.stages import smallest_context
 from overlord.observe.source_report import SourceReport
+from overlord.sample import Ragged
 from overlord.sources.base import RawSlice, ReadOptions, tokenize_hint
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.index import Index, build_index, default_cache_dir
 from overlord.sources.tables import type_name
 from overlord.transforms.base import RowIds
+from overlord.transforms.grouped_samples import fitted_lengths
 from overlord.transforms.long_documents import lost_tokens
 from overlord.transforms.pipeline import Pipeline
 
@@ -31,27 +36,44 @@ UNCUT = 2**31 - 1  # a context that no sample exceeds
 
 
 def inspect_job(
-    job: Job, *, full: bool = False, workers: int = 4, progress: Callable[[str], None] | None = None
+    job: Job,
+    *,
+    full: bool = False,
+    workers: int = 4,
+    progress: Callable[[float], None] = lambda done: None,
 ) -> list[SourceReport]:
     """Inspect all sources, ``workers`` at a time; return their reports in the job's order.
 
-    ``full``: read every row instead of a sample. ``progress``: called with each finished name.
+    ``full``: read every row instead of a sample. ``progress``: called with the number of finished
+    sources, with fractions of those in progress. Runs on: any thread.
     """
     pool = ThreadPoolExecutor(workers, "overlord-inspect")
+    finished = [0.0] * len(job.sources)
+
+    def inspected(i: int, fraction: float) -> None:
+        finished[i] = fraction
+        progress(sum(finished))
+
     try:
-        started = [pool.submit(inspect_source, source, job, full) for source in job.sources]
-        found = []
-        for source, future in zip(job.sources, started, strict=True):
-            found.append(future.result())
-            if progress:
-                progress(source.name)
-        return found
+        started = [
+            pool.submit(inspect_source, source, job, full, partial(inspected, i))
+            for i, source in enumerate(job.sources)
+        ]
+        return [future.result() for future in started]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C must not wait for a slow store
 
 
-def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport:
-    """Inspect one source; an exception becomes a failure in its report."""
+def inspect_source(
+    source: Source,
+    job: Job,
+    full: bool = False,
+    progress: Callable[[float], None] = lambda done: None,
+) -> SourceReport:
+    """Inspect one source; an exception becomes a failure in its report.
+
+    ``progress``: called with the finished fraction, at last with 1.
+    """
     out = SourceReport(name=source.name)
     cache = OpenChunkCache(max_open=1)
     try:
@@ -71,8 +93,11 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
         )
         _describe(out, index)
         reader = ChunkReader(index, options, cache)
-        for file in _sampled_files(index, full):
-            _sample_file(out, reader, pipeline, file, full)
+        files = _sampled_files(index, full)
+        for i, file in enumerate(files):
+            read = _sample_file(out, reader, pipeline, file, full)
+            for fraction in read:
+                progress((i + fraction) / len(files))
         _apply_on_long(out, job)
         if index.schema is None and options.columns is not None:
             out.schema = _all_columns(index, options, cache) or out.schema
@@ -87,6 +112,7 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
         out.failures.append(f"source {source.name!r}: {describe_error(fault)}")
     finally:
         cache.close()
+        progress(1.0)
     return out
 
 
@@ -101,6 +127,9 @@ def _apply_on_long(out: SourceReport, job: Job) -> None:
     Lengths are measured before truncation, so that the report can show the lost tokens.
     """
     context = job.document_limit
+    if len(out.documents):
+        _apply_to_groups(out, job)
+        return
     out.longer = int((out.tokens > context).sum())
     out.all_tokens, out.lost = (
         int(out.tokens.sum()),
@@ -113,6 +142,22 @@ def _apply_on_long(out: SourceReport, job: Job) -> None:
     elif job.on_long == "split" and (late := out.image_ends > context).any():
         out.bad[f"an image ends after the first piece of {context}"] = int(late.sum())
         out.tokens = out.tokens[~late]
+
+
+def _apply_to_groups(out: SourceReport, job: Job) -> None:
+    """Apply ``on_long`` to sampled samples of several documents."""
+    cut = fitted_lengths(out.documents, job.document_limit, smallest_context(job))
+    lost = out.tokens - sums(Ragged(cut, out.documents.offsets - out.documents.offsets[0]))
+    out.longer, out.all_tokens = int((lost > 0).sum()), int(out.tokens.sum())
+    if job.on_long in ("quarantine", "drop"):
+        out.lost = int(out.tokens[lost > 0].sum()) if job.on_long == "drop" else 0
+        out.tokens = out.tokens[lost == 0]
+    else:
+        out.lost = int(lost.sum())
+    if out.longer and job.on_long == "quarantine":
+        out.bad[f"documents that do not fit into the context of {smallest_context(job)}"] = (
+            out.longer
+        )
 
 
 def _all_columns(index: Index, options: ReadOptions, cache: OpenChunkCache) -> dict[str, str]:
@@ -156,19 +201,24 @@ def _sampled_files(index: Index, full: bool) -> list[int]:
 
 def _sample_file(
     out: SourceReport, reader: ChunkReader, pipeline: Pipeline, file: int, full: bool
-) -> None:
-    """Add the first slice of a file's first chunk to the report; ``full``: all slices."""
+) -> Iterator[float]:
+    """Add the first slice of a file's first chunk to the report; ``full``: all slices.
+
+    Yield the finished fraction after each slice.
+    """
     index, path = reader.index, reader.index.files[file].path
     chunks = np.flatnonzero(index.chunks.file == file).tolist()
     readable, reasons = 0, dict[str, int]()
     try:
-        for chunk in chunks if full else chunks[:1]:
+        wanted = chunks if full else chunks[:1]
+        for k, chunk in enumerate(wanted):
             t, last = 0, False
             while not last:
                 raw = reader.slice(chunk, t)
                 readable += raw.table.num_rows
                 _sample_slice(out, raw, pipeline, file, reasons)
                 t, last = t + 1, raw.last or not full
+                yield (k + last) / len(wanted)
     except OverlordError as fault:
         out.failures.append(str(fault))
     out.sampled_files += 1
@@ -192,6 +242,9 @@ def _sample_slice(
     block: Any = pipeline.row_stage(staged.table)
     out.dropped += staged.dropped
     out.tokens = np.concatenate([out.tokens, block.meta["tokens"]])
+    if pipeline.document_meta and len(block):
+        found = [d for d in (out.documents, block.meta[LENGTHS]) if len(d)]
+        out.documents = Ragged.concat(found)
     out.image_ends = np.concatenate([out.image_ends, _image_ends(block, pipeline)])
     for _, reason in (*raw.bad, *staged.bad, *block.bad):
         reasons[reason] = reasons.get(reason, 0) + 1
