@@ -53,6 +53,7 @@ class Status:
     # reserved (cores, memory, custom kinds of the cluster).
     workers: tuple[dict[str, Any], ...]
     scaling: tuple[str, ...] = ()  # latest decisions, and sources that cannot keep up
+    stage: str | int | None = None  # of the last planned step; None: the job has no stages
     steps_per_s: float = 0.0  # taken by all ranks, over the last seconds
     placement: tuple[str, ...] = ()  # nodes with ranks that run more workers than sidecar allows
 
@@ -186,6 +187,7 @@ class JobActor:
         clients = serving.remote_clients if serving is not None else []
         return base | {
             "steps": metrics["planned_steps"],
+            "stage": metrics["stage"],
             "taken": session.taken,
             "steps_per_s": self._rate.rate(time.monotonic()),
             "clients": sum(client.there for client in clients),

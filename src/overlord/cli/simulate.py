@@ -13,6 +13,7 @@ from overlord.cli.common import (
     job_argument,
     json_option,
     make_console,
+    note,
     print_json,
     read_job,
     run_guarded,
@@ -153,8 +154,11 @@ def simulate(
         from overlord.dryrun.estimate import DryRunRequest, estimate_sizes
         from overlord.observe.json_text import json_document
         from overlord.observe.progress_bars import progress_bars
+        from overlord.observe.stage_text import stage_lines
 
         job = read_job(job_yaml, modules)
+        if job.stages:
+            note(f"estimated is {stage_lines(job)[job.batches.largest_number]}")
         request = DryRunRequest(
             gpus=sizes,
             tp=tp,

@@ -68,12 +68,15 @@ def status(address: str | None, whose: str | None, as_json: bool, debug: bool) -
 
 
 def _print_jobs(found: Sequence[Status]) -> None:
+    from overlord.observe.stage_text import stage_name
+
     console = make_console()
     for job in found:
         rate = f" ({job.steps_per_s:.2f} per s)" if job.steps_per_s else ""
+        stage = "" if job.stage is None else f" (stage {stage_name(job.stage)})"
         console.print(
-            f"{job.name}: {job.state}; {job.steps} steps planned, {job.taken + 1} "
-            f"taken by all{rate}; {job.clients} clients",
+            f"{job.name}: {job.state}; {job.steps} steps planned{stage}, "
+            f"{job.taken + 1} taken by all{rate}; {job.clients} clients",
             markup=False,
         )
         if job.workers:
