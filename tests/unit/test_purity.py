@@ -118,13 +118,12 @@ EXCEPTIONS = {
 }
 
 
-def test_one_file_imports_ray_and_so_does_the_recipe_for_ray_train() -> None:
+def test_one_file_imports_ray() -> None:
     modules = [
         ".".join(p.relative_to(PACKAGE).with_suffix("").parts) for p in PACKAGE.rglob("*.py")
     ]
     assert [m for m in modules if any(name.split(".")[0] == "ray" for name in imports_of(m))] == [
-        "ray.ray_import",
-        "torch.recipes.ray_train",
+        "ray.ray_import"
     ]
 
 
@@ -217,7 +216,7 @@ DANGEROUS = {
     "unpickling": r"\bpickle\.loads?\b|\bUnpickler\b|\bpickle\s+import\b|\.recv\(\)|allow_pickle\s*=\s*True|\bmarshal\b|\bshelve\b",
     "running text": r"(?<![\w.])(eval|exec|compile|__import__)\(",
     "unsafe YAML": r"yaml\.(load|load_all|unsafe_load|full_load)\(|yaml\.(Unsafe|Full)?Loader\b",
-    "torch files": r"torch\.load\((?!.*weights_only=True)",
+    "torch files": r"torch\.load\(",
     "a shell": r"os\.(system|popen)\(|shell\s*=\s*True",
 }
 

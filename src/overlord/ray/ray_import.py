@@ -1,6 +1,6 @@
 """Ray, and its internals that this package uses.
 
-Only this module, and the recipe for Ray Train, import Ray.
+Only this module imports Ray.
 """
 
 from __future__ import annotations
