@@ -47,7 +47,7 @@ hdp: $(VENV)/.test
 # image_placement, simulated_jobs.
 ON_RAY := failover failover_constructors random_faults coordinator_process process images journal_resume stores store_faults storage_faults
 ON_RAY += process_clients process_faults process_hostile serving trainer_restart scaling partition memory_metrics ray_autoscaler ray_train ray_demo ray_suspended_node
-ON_RAY += packing inputs shared_images storage_faults_inputs ray_placement coordinator_loss coordinator_requests journal_launches vanished_machine
+ON_RAY += packing stages inputs shared_images storage_faults_inputs ray_placement coordinator_loss coordinator_requests journal_launches vanished_machine
 ray: $(VENV)/.test
 	OVERLORD_TEST_ALL=1 $(BIN)/python -m pytest tests/scenarios/test_meshes.py tests/scenarios/test_hybrid.py -k ray
 	OVERLORD_TEST_RUNTIME=ray $(BIN)/python -m pytest $(ON_RAY:%=tests/scenarios/test_%.py)

@@ -34,6 +34,8 @@ TESTS = {
     "plan": ("unit/test_step.py", "properties/test_plan.py", "properties/test_rank_views.py"),
     "planning": (
         "properties/test_concat.py",
+        "unit/test_stages.py",
+        "properties/test_stages.py",
         "properties/test_chunk_weights.py",
         "properties/test_source_budgets.py",
         "unit/test_golden.py",
@@ -436,10 +438,15 @@ MUTATIONS = [
             "isinstance(e, Skip) else 0) > step\n",
             "isinstance(e, Skip) else 0) > step + 1\n",
         ),
+        (
+            "a change of mixture outlives its stage",
+            "if first <= step), default=0) - 1)",
+            "if first <= step), default=0) - 10**9)",
+        ),
         ("a skip is forgotten at once", "(lag if isinstance(e, Skip) else 0)", "0"),
         (
             "a mixture that waits for its epoch pushes out the one in force",
-            "*latest(events, -1, mix_step),\n        *latest(events, mix_step, step),",
+            "*latest(events, -1, mix_step, starts),\n        *latest(events, mix_step, step, starts),",
             "*(latest(events, mix_step, step) or latest(events, -1, mix_step)),",
         ),
         (
@@ -659,6 +666,23 @@ MUTATIONS = [
         ("a cut that stays", "        cut[i] = 0\n", "        cut[i] += 0\n"),
     ),
     *_at(
+        "planning/stage_cuts.py",
+        ("pieces of a long sample overlap", "- n, n)) * context", "- n, n)) * (context - 1)"),
+        (
+            "a truncated sample continues",
+            'whole = wide if how == "split" else np.minimum(wide, context)',
+            "whole = wide",
+        ),
+    ),
+    *_at(
+        "planning/schedule/by_stage.py",
+        (
+            "a stage's schedule counts from the start of the job",
+            "own(step - first, feedback)",
+            "own(step, feedback)",
+        ),
+    ),
+    *_at(
         "planning/cut_pieces.py",
         ("a cut sample begins again", "np.where(rank == 0, ", "np.where(rank < 0, "),
         ("a chunk one token short", "(chunk + 1) * context)", "(chunk + 1) * context - 1)"),
@@ -703,7 +727,7 @@ MUTATIONS = [
             "staged.plan.source[: len(rows)]",
         ),
         ("stages get all keys", "of_stage(slices[view.cp_rank], view)", "slices[view.cp_rank]"),
-        ("slices of ranks swapped", "zip(ranks, built_slices", "zip(ranks[::-1], built_slices"),
+        ("slices of ranks swapped", "zip(ranks, keyed", "zip(ranks[::-1], keyed"),
         (
             "views of a bucket for all buckets",
             "by_rank={r: batches[bucket_of[r], views[r]] for r in ranks}",

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 from fractions import Fraction
 from hashlib import blake2b
 from itertools import count, islice
 from math import ceil, fsum
+from types import SimpleNamespace
 from typing import Any
 
 from overlord.job.job import Job, Source
+from tests.reference_groups import Grouped, fitted, lost_of_group
 from tests.reference_rows import DROPPED, FAILED, Chunk, chunk_sizes, read_chunks, transform
 
 U = 2**40
@@ -48,14 +51,15 @@ def reference_stream(
         joins or {},
         {} if long is None else long,
     )
-    total, parts = (
-        job.batch.samples or job.batch.tokens or 0,
-        job.batch.microbatches if job.mix_every == "microbatch" else 1,
-    )
     for step in count():
         drawn: list[Sample] = []
         mixer.picks = 0
-        over = isinstance(job.until, int) and step >= job.until
+        over = mixer.enter(step)
+        batch = mixer.job.batch
+        total, parts = (
+            batch.samples or batch.tokens or 0,
+            batch.microbatches if job.mix_every == "microbatch" else 1,
+        )
         while not drawn and any(mixer.weights(step)) and not over and not mixer.stop:
             for m in range(parts):
                 drawn += mixer.draw(step, total // parts + (m < total % parts))
@@ -108,7 +112,7 @@ def samples(
         for file, row, outcome in rows:
             if outcome == DROPPED:
                 continue
-            if outcome != FAILED and (lost := lost_tokens(len(outcome), job)):
+            if outcome != FAILED and (lost := lost_tokens(outcome, job)):
                 long.setdefault(source.name, []).append(lost)
                 if job.on_long == "drop":
                     continue
@@ -189,11 +193,15 @@ def longest(job: Job) -> int:
     if job.max_document is not None:
         return job.max_document
     shared = job.strategy == "hdp_balance" or getattr(job.strategy, "hybrid", False)
-    return job.batch.context * (job.place.dp * job.place.cp if shared else 1)
+    contexts = [stage_batch(job, stage).context for stage in job.stages] or [job.batch.context]
+    return max(contexts) * (job.place.dp * job.place.cp if shared else 1)
 
 
-def cut(tokens: list[int], job: Job) -> list[list[int]]:
+def cut(tokens: Any, job: Job) -> list[list[int]]:
     context = longest(job)
+    if isinstance(tokens, Grouped):
+        whole = fitted(tokens, context, job.batch.context, job.on_long)
+        return [] if whole is None else [[t for document in whole for t in document]]
     if len(tokens) <= context or job.on_long == "truncate":
         return [tokens[:context]] if tokens else []
     return (
@@ -203,11 +211,74 @@ def cut(tokens: list[int], job: Job) -> list[list[int]]:
     )
 
 
-def lost_tokens(length: int, job: Job) -> int:
-    context = longest(job)
+def lost_tokens(outcome: Any, job: Job) -> int:
+    context, length = longest(job), len(outcome)
+    if isinstance(outcome, Grouped):
+        return lost_of_group(outcome, context, job.batch.context, job.on_long)
     if length <= context or job.on_long not in ("truncate", "drop"):
         return 0
     return length if job.on_long == "drop" else length - context
+
+
+# Stages
+
+
+def stage_batch(job: Job, stage: Any) -> Any:
+    batch = stage.batch or job.batch
+    return batch if stage.context is None else replace(batch, context=stage.context)
+
+
+def stage_of(job: Job, step: int) -> tuple[int, int]:
+    """Return the number of the stage of a step, and its first step."""
+    first = 0
+    for k, stage in enumerate(job.stages):
+        if stage.steps is None or step < first + stage.steps or k == len(job.stages) - 1:
+            return k, first
+        first += stage.steps
+    return 0, 0
+
+
+def number(size: Any, step: int) -> int | None:
+    """Return the size of a step, by the arguments of its ramp."""
+    if size is None or isinstance(size, int):
+        return size
+    given = size.parameters()
+    if size.kind == "staged":
+        return int(given["stages"][max(k for k in given["stages"] if k <= step)])
+    way = Fraction(min(max(0, step - given.get("begin", 0)), given["steps"]), given["steps"])
+    exact = given["start"] + (given["end"] - given["start"]) * way
+    multiple = given.get("multiple", 1)
+    return int(exact.numerator // exact.denominator // multiple * multiple)
+
+
+def batch_of(job: Job, step: int) -> Any:
+    """Return the batch of a step, without ramps."""
+    batch, begun = job.batch, 0
+    if job.stages:
+        k, first = stage_of(job, step)
+        batch = stage_batch(job, job.stages[k])
+        begun = first if job.stages[k].batch is not None else 0
+    sizes = {name: number(getattr(batch, name), step - begun) for name in ("samples", "tokens")}
+    return replace(batch, **sizes)
+
+
+def is_over(job: Job, step: int) -> bool:
+    lengths = [stage.steps for stage in job.stages]
+    all_known = bool(lengths) and None not in lengths
+    return (isinstance(job.until, int) and step >= job.until) or (
+        all_known and step >= sum(n or 0 for n in lengths)
+    )
+
+
+def pieces_in_stage(job: Job, step: int, sample: Sample) -> list[tuple[Id, int, list[int]]]:
+    """Return the pieces of a drawn sample: its id, the place in the sample, and the tokens."""
+    ident, tokens = sample
+    context = batch_of(job, step).context
+    if len(tokens) <= context:
+        return [(ident, 0, tokens)]
+    if job.on_long == "truncate":
+        return [(ident, 0, tokens[:context])]
+    return [(ident, at, tokens[at : at + context]) for at in range(0, len(tokens), context)]
 
 
 # The draw
@@ -222,8 +293,9 @@ class Mixer:
         joins: dict[str, int],
         long: dict[str, list[int]],
     ):
-        self.job = job
+        self.whole_job, self.job = job, job
         self.mixture, self.reports, self.joins = copy.deepcopy(job.mixture), reports, joins
+        self.mixtures = [copy.deepcopy(stage.mixture) for stage in job.stages]
         self.asked: tuple[int, Any] = (-1, None)  # the last step, and the mixture's result for it
         self.streams = [
             within_budget(samples(job, source, quarantine, long), source, job)
@@ -238,6 +310,15 @@ class Mixer:
         # The number of these that the step being drawn takes.
         self.spoken: list[int] = [0] * len(self.streams)
 
+    def enter(self, step: int) -> bool:
+        """Begin a step, with the batch of its stage; return whether the job is over."""
+        job: Any = SimpleNamespace(
+            **{f.name: getattr(self.whole_job, f.name) for f in fields(self.whole_job)}
+        )
+        job.batch = batch_of(self.whole_job, step)
+        self.job = job
+        return is_over(self.whole_job, step)
+
     def weights(self, step: int) -> list[int]:
         """Return the integer weights of the active sources, 0 for the others."""
         if self.asked[0] < step:
@@ -249,11 +330,16 @@ class Mixer:
                 step,
                 self.mixture(step, feedback) if callable(self.mixture) else self.mixture,
             )
+            k, first = stage_of(self.whole_job, step)
+            own = self.mixtures[k] if self.mixtures else None
+            if own is not None:
+                self.asked = (step, own(step - first, feedback) if callable(own) else own)
         given: Any = self.asked[1]
         if given is None:
             given = {source.name: source.weight for source in self.job.sources}
         own = {s.name: s.weight for s in self.job.sources if s.name in self.joins}
-        if callable(self.mixture) and own:
+        shares = callable(self.mixture) or any(m is not None for m in self.mixtures)
+        if shares and own:
             first = [s for s in self.job.sources if s.name not in own]
             said, total = sum(given.get(s.name, 0.0) for s in first), sum(s.weight for s in first)
             own = {n: w * (said / total) if said and total else w for n, w in own.items()}

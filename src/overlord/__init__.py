@@ -32,6 +32,7 @@ _HOME = {
     "Job": "overlord.job.job",
     "Source": "overlord.job.job",
     "Model": "overlord.job.model",
+    "Stage": "overlord.job.stages",
     "evaluation": "overlord.job.evaluation",
     "Batch": "overlord.mesh",
     "Mesh": "overlord.mesh",
@@ -56,6 +57,8 @@ _HOME = {
     "Tokenize": "overlord.transforms.tokenize",
     "Chat": "overlord.transforms.chat",
     "FillInMiddle": "overlord.transforms.fill_in_middle",
+    "Pair": "overlord.transforms.document_groups",
+    "Group": "overlord.transforms.document_groups",
     "Images": "overlord.transforms.images",
     "Tokens": "overlord.transforms.base",
     "Map": "overlord.transforms.base",
@@ -153,6 +156,7 @@ if TYPE_CHECKING:
     from overlord.job.job import Job as Job
     from overlord.job.job import Source as Source
     from overlord.job.model import Model as Model
+    from overlord.job.stages import Stage as Stage
     from overlord.jobfile.yaml_file import register_function as register_function
     from overlord.mesh import Batch as Batch
     from overlord.mesh import ClientPlaceTree as ClientPlaceTree
@@ -185,6 +189,8 @@ if TYPE_CHECKING:
     from overlord.transforms.base import Select as Select
     from overlord.transforms.base import Tokens as Tokens
     from overlord.transforms.chat import Chat as Chat
+    from overlord.transforms.document_groups import Group as Group
+    from overlord.transforms.document_groups import Pair as Pair
     from overlord.transforms.fill_in_middle import FillInMiddle as FillInMiddle
     from overlord.transforms.images import Images as Images
     from overlord.transforms.tokenize import Tokenize as Tokenize

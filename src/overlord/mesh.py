@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from overlord.batch_rules import packing_problems
+from overlord.batch_ramp import Ramp
+from overlord.batch_rules import packing_problems, size_problems
 from overlord.checks import is_int, one_of
 from overlord.errors import JobError
 from overlord.mesh_text import branches, ranks_text
@@ -440,6 +441,7 @@ SHAPES = ("free", "fixed")
 NOT_THE_STREAM = ("cp_split", "sequence_parallel")
 # fields that fingerprints contain only where they differ from their defaults
 LATER_FIELDS = ("packing", "shape", "max_documents")
+SIZES = ("samples", "tokens")  # fields of a Batch that may be ramps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,11 +450,11 @@ class Batch:
 
     Arguments
     ---------
-    samples: number of samples in a step; with packing="concat" the number of chunks. Default None:
-        the size is given in ``tokens``.
-    tokens: approximate number of tokens in a step; weights are then shares of tokens, not of
-        samples. With packing="concat" the exact number, a multiple of ``context``. Default None:
-        the size is given in ``samples``.
+    samples: number of samples in a step, or a ramp (``ov.schedule.linear(64, 256, steps=1000)``);
+        with packing="concat" the number of chunks. Default None: the size is given in ``tokens``.
+    tokens: approximate number of tokens in a step, or a ramp; weights are then shares of tokens,
+        not of samples. With packing="concat" the exact number, a multiple of ``context``. Default
+        None: the size is given in ``samples``.
     microbatches: least number of microbatches per rank and step; a step that does not fit has
         more. Default 1.
     context: tokens of one microbatch of one bucket, before context-parallel slicing; also the
@@ -477,8 +479,8 @@ class Batch:
         padded. Default None: ``context``, which always suffices.
     """
 
-    samples: int | None = None
-    tokens: int | None = None
+    samples: Any = None  # a whole number or a Ramp; the batch of a step (``at``) has no ramps
+    tokens: Any = None
     microbatches: int = 1
     context: int = 0
     layout: str = "packed"
@@ -512,6 +514,11 @@ class Batch:
         )
         return self.pad_multiple * pieces * (place.tp if self.sequence_parallel else 1)
 
+    def at(self, step: int) -> Batch:
+        """Return the batch of a step: itself, or a copy with the numbers of its ramps."""
+        sizes: Any = {n: r.at(step) for n in SIZES if isinstance(r := getattr(self, n), Ramp)}
+        return replace(self, **sizes) if sizes else self
+
     @property
     def in_chunks(self) -> bool:
         """Whether samples are cut into chunks of ``context`` tokens."""
@@ -535,7 +542,7 @@ class Batch:
     @property
     def chunks(self) -> int:
         """The number of chunks of a step with packing="concat"."""
-        return self.samples or (self.tokens or 0) // self.context
+        return int(self.samples or (self.tokens or 0) // self.context)
 
     @property
     def tokens_of_chunks(self) -> int:
@@ -559,21 +566,14 @@ class Batch:
 
     def problems(self) -> list[str]:
         """Return every problem of the fields, as text."""
-        found = []
-        if (self.samples is None) == (self.tokens is None):
-            given = "neither" if self.samples is None else "both"
-            found.append(f"batch: expected exactly one of samples= and tokens=, got {given}")
+        found = size_problems(self)
         for name, least in (
-            ("samples", 1),
-            ("tokens", 1),
             ("microbatches", 1),
             ("context", 1),
             ("pad_multiple", 1),
             ("pad_id", 0),
         ):
             value = getattr(self, name)
-            if name in ("samples", "tokens") and value is None:
-                continue
             if not is_int(value) or value < least:
                 found.append(
                     f"batch.{name}: expected a whole number of at least {least}, got {value!r}"

@@ -416,6 +416,8 @@ class Buffer:
     weights: Mapping[str, float] = field(default_factory=dict)  # target weights of the draw
     # metadata that sources of the job have, but no sample of this step
     absent: tuple[str, ...] = ()
+    # metadata with a value for each document; empty: each sample of the job is one document
+    documents: tuple[str, ...] = ()
     # look-ahead: samples to choose, [sub-draw][source]; the rows are candidates, source by source
     wanted: tuple[tuple[int, ...], ...] = ()
     age: np.ndarray | None = None  # int32: steps each candidate was passed over

@@ -29,6 +29,12 @@ SAYS = {
         " to 0.0",
         "quarantined: message 0: expected a role of system, developer, user",
     ],
+    "26_stages.py": [
+        "step  0 pretraining   2102 tokens,   0% books, longest piece 256",
+        "step 15 long          8430 tokens, 100% books, longest piece 1024",
+        "resumed in stage 'annealing' at step 10: True",
+    ],
+    "23_dpo.py": ["20 steps: loss 0.693 to 0.0", "quarantined: rejected is null or missing"],
     "20_packing.py": [
         "176 pieces continue a document of an earlier chunk",
         "compiled 1 time(s) for 160 microbatches",
@@ -112,6 +118,7 @@ NEEDS = {
     "17_tempbalance.py": "torch",
     "20_packing.py": "torch",
     "22_sft.py": "torch",
+    "23_dpo.py": "torch",
     "24_evaluation.py": "torch",
 }
 LONGER = (

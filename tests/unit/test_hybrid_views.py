@@ -150,8 +150,8 @@ def test_split_says_what_it_needs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"gropus": 2}, r"unknown argument 'gropus'"),
-        ({"stages": 2}, r"unknown argument 'stages'"),
+        ({"gropus": 2}, r"expected a known argument, got 'gropus'"),
+        ({"stages": 2}, r"expected a known argument, got 'stages'"),
         ({"groups": "powers"}, r"expected groups \"any\" or \"power_of_two\", got 'powers'"),
         ({"capacity": "256"}, r"expected capacity to be a whole number of at least 1, got '256'"),
         ({"capacity": 0}, r"expected capacity to be a whole number of at least 1, got 0"),

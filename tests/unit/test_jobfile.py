@@ -19,6 +19,7 @@ from overlord.jobfile.yaml_file import read_job, register_function, write_job
 from overlord.mesh import CP_SPLITS, LABELS, LAYOUTS, Batch, ClientPlaceTree
 from overlord.planning.strategies import STRATEGIES
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
+from overlord.transforms.document_groups import Group, Pair
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
 from tests.internals import JOB_FILE_FUNCTIONS
@@ -362,7 +363,25 @@ some_paths = st.builds(
 ) | st.just("s3://bucket/x*.parquet")
 weights = st.floats(1e-300, 1e300) | st.integers(1, 2**70)
 tokens = st.none() | names | st.integers(0, 2**31 - 1)
+values = st.none() | st.dictionaries(
+    st.sampled_from(["rewards", "margin"]), names | st.tuples(names, names), min_size=1
+)
 transforms = st.one_of(
+    st.builds(
+        Pair,
+        names.map(lambda n: "c" + n),
+        names.map(lambda n: "r" + n),
+        prompt=st.none() | names,
+        values=values,
+    ),
+    st.builds(
+        Group,
+        names,
+        prompt=st.none() | names,
+        size=st.none() | st.integers(1, 64),
+        values=st.none() | st.lists(st.sampled_from(["rewards", "margin"]), min_size=1),
+    ),
+    st.builds(Tokens, names, loss=names.map(lambda n: "w" + n)),
     st.builds(
         Tokenize, some_paths, names, add_special_tokens=st.booleans(), bos=tokens, eos=tokens
     ),
@@ -403,7 +422,8 @@ jobs = st.builds(
     sources=st.lists(sources, min_size=1, max_size=4, unique_by=lambda s: s.name),
     batch=batches,
     place=places,
-    strategy=st.sampled_from(sorted({*STRATEGIES} - {"hdp_balance"})),  # it has demands on a batch
+    # others have demands on a batch
+    strategy=st.sampled_from(sorted({*STRATEGIES} - {"hdp_balance", "even"})),
     seed=st.integers(0, 2**70),
     until=st.sampled_from(["all", "first"]) | st.integers(1, 99),
     draw=st.sampled_from(DRAWS),

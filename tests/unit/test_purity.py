@@ -20,8 +20,11 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 PACKAGE = SRC / "overlord"
 
 VALUES = (
+    "batch_by_step",
+    "batch_ramp",
     "batch_rules",
     "checks",
+    "documents",
     "errors",
     "given_columns",
     "hashing",
@@ -44,6 +47,7 @@ CORES = (
     "constructor.exclusions",
     "constructor.rank_views",
     "constructor.runs",
+    "constructor.sample_documents",
     "cluster.placement",
     "cluster.plan_router",
     "cluster.supervisor",

@@ -52,6 +52,7 @@ class Status:
     # reserved (cores, memory, custom kinds of the cluster).
     workers: tuple[dict[str, Any], ...]
     scaling: tuple[str, ...] = ()  # latest decisions, and sources that cannot keep up
+    stage: str | int | None = None  # of the last planned step; None: the job has no stages
     placement: tuple[str, ...] = ()  # nodes with ranks that run more workers than sidecar allows
 
 
@@ -183,6 +184,7 @@ class JobActor:
         clients = serving.remote_clients if serving is not None else []
         return base | {
             "steps": metrics["planned_steps"],
+            "stage": metrics["stage"],
             "taken": session.taken,
             "clients": sum(client.there for client in clients),
             "workers": workers,

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 WIDE = 60  # most characters of a value in a table
 IDS = ("tokens", "input_ids", "token_ids", "ids")  # usual names of columns with token ids
+PAIR = ("chosen", "rejected")  # usual names of preference data
 JOB_FILES = (".yaml", ".yml", ".json")
 GLOB = re.compile(r"[*?\[]")
 
@@ -103,7 +104,9 @@ def job_text(report: DataReport) -> str:
     source: dict[str, Any] = {
         "uri": scrub(report.uri) if is_uri(report.uri) else os.path.abspath(report.uri)
     }
-    if ids is not None:
+    if (grouped := pair_transforms(report.schema)) is not None:
+        source["transforms"] = grouped
+    elif ids is not None:
         source["transforms"] = [{"tokens": {"column": ids}}]
     elif (chats := chat_column(report.schema)) is not None:
         source["transforms"] = [{"chat": {"tokenizer": "tokenizer", "messages": chats}}]
@@ -115,6 +118,32 @@ def job_text(report: DataReport) -> str:
         "batch": {"samples": 64, "context": 2048},
     }
     return yaml.safe_dump(job, sort_keys=False, allow_unicode=True, width=120)
+
+
+def pair_transforms(schema: Mapping[str, str]) -> list[dict[str, Any]] | None:
+    """Return the transforms of preference data; None without columns chosen and rejected."""
+    kinds = [_content(schema.get(name, "")) for name in PAIR]
+    if kinds[0] is None or kinds[0] != kinds[1]:
+        return None
+    pair: dict[str, Any] = {"chosen": PAIR[0], "rejected": PAIR[1]}
+    # the prompt of conversations may be a text
+    if _content(schema.get("prompt", "")) in (kinds[0], "tokenize" if kinds[0] == "chat" else None):
+        pair["prompt"] = "prompt"
+    encode: dict[str, dict[str, Any]] = {
+        "tokenize": {"tokenizer": "tokenizer.json"},
+        "chat": {"tokenizer": "tokenizer"},
+        "tokens": {},
+    }
+    return [{"pair": pair}, {kinds[0]: encode[kinds[0]]}]
+
+
+def _content(kind: str) -> str | None:
+    """Return the transform that reads a column of a type: texts, conversations or ids."""
+    if kind in ("string", "large_string"):
+        return "tokenize"
+    if "list" in kind and "struct" in kind:
+        return "chat"
+    return "tokens" if "list" in kind and "int" in kind else None
 
 
 def _ids_column(schema: Mapping[str, str]) -> str | None:
@@ -138,7 +167,13 @@ def remarks(report: DataReport) -> list[str]:
     """Return remarks on the suggested job file: changes that the user still has to make."""
     tokens = _ids_column(report.schema) is not None
     found = []
-    if not tokens and chat_column(report.schema):
+    if (grouped := pair_transforms(report.schema)) is not None:
+        found.append("chosen and rejected are a pair: both stay in one microbatch (docs/pairs.md)")
+        if "tokenize" in grouped[1]:
+            found.append("replace tokenizer.json by the tokenizer of your model; set its eos")
+        elif "chat" in grouped[1]:
+            found.append("replace tokenizer by the folder of your model's tokenizer")
+    elif not tokens and chat_column(report.schema):
         found.append("replace tokenizer by the folder of your model's tokenizer, with its template")
     elif not tokens and text_columns(report.schema):
         found.append("replace tokenizer.json by the tokenizer of your model")

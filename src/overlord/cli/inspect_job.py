@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.checks import describe_error
+from overlord.documents import LENGTHS, sums
 from overlord.errors import OverlordError
+from overlord.job.stages import smallest_context
 from overlord.observe.source_report import SourceReport
+from overlord.sample import Ragged
 from overlord.sources.base import RawSlice, ReadOptions, tokenize_hint
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.index import Index, build_index, default_cache_dir
 from overlord.sources.tables import type_name
 from overlord.transforms.base import RowIds
+from overlord.transforms.grouped_samples import fitted_lengths
 from overlord.transforms.long_documents import lost_tokens
 from overlord.transforms.pipeline import Pipeline
 
@@ -101,6 +105,9 @@ def _apply_on_long(out: SourceReport, job: Job) -> None:
     Lengths are measured before truncation, so that the report can show the lost tokens.
     """
     context = job.document_limit
+    if len(out.documents):
+        _apply_to_groups(out, job)
+        return
     out.longer = int((out.tokens > context).sum())
     out.all_tokens, out.lost = (
         int(out.tokens.sum()),
@@ -113,6 +120,22 @@ def _apply_on_long(out: SourceReport, job: Job) -> None:
     elif job.on_long == "split" and (late := out.image_ends > context).any():
         out.bad[f"an image ends after the first piece of {context}"] = int(late.sum())
         out.tokens = out.tokens[~late]
+
+
+def _apply_to_groups(out: SourceReport, job: Job) -> None:
+    """Apply ``on_long`` to sampled samples of several documents."""
+    cut = fitted_lengths(out.documents, job.document_limit, smallest_context(job))
+    lost = out.tokens - sums(Ragged(cut, out.documents.offsets - out.documents.offsets[0]))
+    out.longer, out.all_tokens = int((lost > 0).sum()), int(out.tokens.sum())
+    if job.on_long in ("quarantine", "drop"):
+        out.lost = int(out.tokens[lost > 0].sum()) if job.on_long == "drop" else 0
+        out.tokens = out.tokens[lost == 0]
+    else:
+        out.lost = int(lost.sum())
+    if out.longer and job.on_long == "quarantine":
+        out.bad[f"documents that do not fit into the context of {smallest_context(job)}"] = (
+            out.longer
+        )
 
 
 def _all_columns(index: Index, options: ReadOptions, cache: OpenChunkCache) -> dict[str, str]:
@@ -192,6 +215,9 @@ def _sample_slice(
     block: Any = pipeline.row_stage(staged.table)
     out.dropped += staged.dropped
     out.tokens = np.concatenate([out.tokens, block.meta["tokens"]])
+    if pipeline.document_meta and len(block):
+        found = [d for d in (out.documents, block.meta[LENGTHS]) if len(d)]
+        out.documents = Ragged.concat(found)
     out.image_ends = np.concatenate([out.image_ends, _image_ends(block, pipeline)])
     for _, reason in (*raw.bad, *staged.bad, *block.bad):
         reasons[reason] = reasons.get(reason, 0) + 1

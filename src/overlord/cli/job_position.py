@@ -82,7 +82,13 @@ class RecordedSteps:
     def _from(self, first: int, digest: str, note: str) -> JobPosition:
         state = self.found.state(first - 1)
         return JobPosition(
-            state=state_to_json(state, self.job.name, self.found.names, self.found.fingerprint),
+            state=state_to_json(
+                state,
+                self.job.name,
+                self.found.names,
+                self.found.fingerprint,
+                self.job.batches.stage(state.step),
+            ),
             first=first,
             digest=digest,
             place=self.found.place,

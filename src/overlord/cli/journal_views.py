@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from overlord.journal.checkpoint import (
 from overlord.journal.record import BYTES, Record
 from overlord.journal.segments import Reading, SegmentData
 from overlord.journal.verify import JournalReport
+from overlord.observe.stage_text import stage_name
 from overlord.sample import Ragged
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def _descriptions(reading: Reading) -> dict[int, str]:
     Internal records of the log, and records that cannot be decoded, have no description.
     """
     names: tuple[str, ...] = ()
+    stages: list[tuple[int, Any]] = []
     found = {}
     for segment in reading.parts:
         for placed in segment.records if not segment.void else ():
@@ -118,21 +120,25 @@ def _descriptions(reading: Reading) -> dict[int, str]:
             try:
                 if record.kind == JOB:
                     names = tuple(map(str, body["names"]))
-                found[id(record)] = describe(Entry(record.kind, record.number, dict(body)), names)
+                    stages = [(int(first), name) for first, name in body.get("stages", ())]
+                entry = Entry(record.kind, record.number, dict(body))
+                found[id(record)] = describe(entry, names, stages)
             except (KeyError, TypeError, ValueError, AttributeError, IndexError):
                 continue
     return found
 
 
-def describe(entry: Entry, names: tuple[str, ...]) -> str:
-    """Return one record of a job as a line of text."""
+def describe(entry: Entry, names: tuple[str, ...], stages: Sequence[tuple[int, Any]] = ()) -> str:
+    """Return one record of a job as a line of text; ``stages``: their first steps and names."""
     body, step = entry.body, entry.number
     if entry.kind == PLAN:
         given = samples_of(body).tolist()
         each = ", ".join(f"{_name(names, i)} {n}" for i, n in enumerate(given) if n)
         skipped = ", skipped" if body["skipped"] else ""
+        started = [name for first, name in stages if first <= step]
+        stage = f"stage {stage_name(started[-1])}, " if started else ""
         return (
-            f"{sum(given)} samples{skipped}, digest {body['digest'][:12]}, "
+            f"{stage}{sum(given)} samples{skipped}, digest {body['digest'][:12]}, "
             f"acked {_step(body['acked'])}: {each}"
         )
     if entry.kind in (SNAPSHOT, REWIND):

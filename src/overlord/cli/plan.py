@@ -67,7 +67,9 @@ def plan(
         from overlord.observe.tables import step_counter
 
         job, console = read_job(job_yaml, modules), make_console()
-        with step_counter(make_console(stderr=True), "predicted", job.until) as advance:
+        with step_counter(
+            make_console(stderr=True), "predicted", job.end_step or job.until
+        ) as advance:
             found = predict_end(job, exact=exact, progress=advance, note=note)
         if json_wanted:
             click.echo(json.dumps(found.to_dict()))

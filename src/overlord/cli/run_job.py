@@ -17,6 +17,7 @@ from overlord.hashing import digest
 from overlord.job.budgets import is_endless
 from overlord.observe.explain_text import time_over_mean
 from overlord.observe.progress import Meter, Taken, watch
+from overlord.observe.stage_text import stage_name
 from overlord.observe.tables import run_view
 from overlord.planning.state_json import state_problem
 from overlord.uris import is_uri
@@ -48,10 +49,12 @@ class RunRequest:
 
 
 def never_ends(job: Job) -> bool:
-    """Return whether a job never ends: sources repeat forever, and ``until`` does not stop it."""
-    weights = (
-        job.mixture if isinstance(job.mixture, dict) else {s.name: s.weight for s in job.sources}
-    )
+    """Return whether a job never ends: sources repeat forever, and no number of steps stops it."""
+    if job.end_step is not None:
+        return False
+    last = job.stages[-1].mixture if job.stages else None
+    mixture = job.mixture if last is None else last
+    weights = mixture if isinstance(mixture, dict) else {s.name: s.weight for s in job.sources}
     drawn = [is_endless(s) for s in job.sources if weights.get(s.name, 0) > 0]
     return (job.until == "all" and any(drawn)) or (job.until == "first" and all(drawn))
 
@@ -193,8 +196,10 @@ def _progress(err: Console, steps: int | None, sync: str) -> Iterator[Show]:
 
     def text(taken: Taken, meter: Meter) -> str:
         of = f"/{steps}" if steps else ""
+        found = taken.steps[0].stage if taken.steps else None
+        stage = "" if found is None else f"  stage {stage_name(found)}"
         return (
-            f"step {taken.plan.step} ({meter.steps}{of})  "
+            f"step {taken.plan.step} ({meter.steps}{of}){stage}  "
             f"{meter.tokens_per_s / 1e3:,.0f}k tokens/s  "
             f"imbalance {time_over_mean(sync, taken.plan.imbalance()):.3f}  wait "
             f"{meter.last_wait_s * 1e3:.1f} ms"

@@ -13,6 +13,7 @@ from overlord.cli.common import (
     import_option,
     job_argument,
     make_console,
+    note,
     read_job,
     run_guarded,
 )
@@ -148,8 +149,11 @@ def simulate(
     def act() -> None:
         from overlord.cli.simulate_report import constants_view, memory_view, time_view, waits_of
         from overlord.dryrun.estimate import DryRunRequest, estimate_sizes
+        from overlord.observe.stage_text import stage_lines
 
         job = read_job(job_yaml, modules)
+        if job.stages:
+            note(f"estimated is {stage_lines(job)[job.batches.largest_number]}")
         request = DryRunRequest(
             gpus=sizes,
             tp=tp,

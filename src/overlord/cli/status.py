@@ -36,14 +36,16 @@ def status(address: str | None, whose: str | None, debug: bool) -> None:
         from rich.table import Table
 
         from overlord.cli.detached_jobs import jobs, served
+        from overlord.observe.stage_text import stage_name
 
         if whose is not None:
             click.echo(str(served(whose, address)))
             return
         found, console = jobs(address), make_console()
         for job in found:
+            stage = "" if job.stage is None else f" (stage {stage_name(job.stage)})"
             console.print(
-                f"{job.name}: {job.state}; {job.steps} steps planned, {job.taken + 1} "
+                f"{job.name}: {job.state}; {job.steps} steps planned{stage}, {job.taken + 1} "
                 f"taken by all; {job.clients} clients",
                 markup=False,
             )

@@ -18,6 +18,7 @@ from overlord.client.caller_check import refuse_ahead
 from overlord.client.microbatch_count import check_count
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.compact import ExpandedMicrobatch
+from overlord.constructor.sample_documents import rows_of_documents
 from overlord.errors import DataStall, OverlordError, PlanError
 from overlord.messages.control import EncodedState, StreamState
 from overlord.messages.data import StepInfo
@@ -108,7 +109,7 @@ class LocalStepQueue:
 
 
 class Piece(NamedTuple):
-    """The position of one sample in a microbatch.
+    """The position of one sample in a microbatch, or of one of its documents if it has several.
 
     It is ``tokens[offset:offset + length]`` (packed), or the first ``length`` tokens of row
     ``offset`` (padded), before a split for context parallelism; -1: this rank has no arrays.
@@ -186,9 +187,11 @@ class Microbatch(Mapping[str, np.ndarray]):
 
     @property
     def samples(self) -> list[Piece]:
-        """The samples in order, created on each access: packing creates no object per sample."""
-        info, rows = self._info, self._rows
+        """The samples in order, created on each access; an entry for each of several documents."""
+        info, rows = self._info, rows_of_documents(self._rows, self._arrays)
         lengths = info.tokens[rows].tolist()
+        if len(rows) > len(self._rows):
+            lengths = np.diff(self._arrays["cu_seqlens"]).tolist()
         starts: Sequence[int] = [-1] * len(rows)
         if "attention_mask" in self._arrays:  # only in the padded layout
             starts = range(len(rows))
@@ -200,7 +203,7 @@ class Microbatch(Mapping[str, np.ndarray]):
     @property
     def begins(self) -> np.ndarray:
         """The tokens of each sample before its piece here: int64, 0 for whole samples."""
-        return self._info.offset[self._rows]
+        return self._info.offset[rows_of_documents(self._rows, self._arrays)]
 
     def __repr__(self) -> str:
         shapes = ", ".join(f"{k} {v.dtype}{list(v.shape)}" for k, v in self._arrays.items())
@@ -229,12 +232,27 @@ class Step:
         return self._info.digest
 
     @property
+    def stage(self) -> str | int | None:
+        """The name of the step's stage, or its number; None if the job has no stages."""
+        return self._info.stage
+
+    @property
+    def expected_microbatches(self) -> int | None:
+        """``Batch.microbatches`` of the step's stage; None if the job has no stages."""
+        return self._info.microbatches
+
+    @property
     def global_valid_tokens(self) -> int | float:
         """The sum of the weights of all labels, over all ranks; divide summed losses by it.
 
         Without loss weights it is the number of labels. It is an int if it is whole.
         """
         return self._info.valid_tokens
+
+    @property
+    def global_samples(self) -> int:
+        """The number of samples of the step, over all ranks; a pair or a group is one sample."""
+        return self._info.samples
 
     @property
     def served_by(self) -> int:
@@ -514,7 +532,7 @@ class Client:
         before = self.mark()
         for step in self:
             try:
-                check_count(step, self.microbatches_per_step)
+                check_count(step, step.expected_microbatches or self.microbatches_per_step)
             except PlanError:
                 self._put_back(step, before)
                 raise

@@ -165,9 +165,9 @@ class LoadObserver:
         shares, future = planner.shares(), list[np.ndarray]()
         if not self.scaler.fixed:  # a fixed scaler ignores the future, so schedules are not called
             span = max(1, math.ceil(self.scaler.pace * self.scaler.limits.foresight_s))
-            future = [
-                planner.shares(planner.next_step + span * k // POINTS) for k in range(1, POINTS + 1)
-            ]
+            first, spec = planner.next_step, planner.spec
+            steps = [first + span * k // POINTS for k in range(1, POINTS + 1)]
+            future = [planner.shares(step) * spec.growth(first, step) for step in steps]
         samples, waited_for, readers = [], planner.lacking_sources(), self._readers
         for i, name in enumerate(planner.spec.names):
             mine = [rows[k] for k in readers.loaders_of(i) if k in rows]

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from overlord.batch_by_step import BatchByStep
 from overlord.cluster.worker import Worker, WorkerConfig
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.images import PixelForm
@@ -17,7 +18,6 @@ from overlord.constructor.payload_gather import PayloadGatherer, check_payload
 from overlord.constructor.service import ConstructorService
 from overlord.errors import OverlordError
 from overlord.job.hooks import Hook
-from overlord.mesh import Batch
 from overlord.messages.control import (
     Attach,
     ConstructorPlan,
@@ -43,7 +43,7 @@ class ConstructorWorker(Worker):
         number: int,
         settings: WorkerConfig,
         buckets: Mapping[int, Sequence[int]],
-        batch: Batch,
+        batch: BatchByStep,
         multiple: int,
         hooks: Sequence[Hook],
         images: PixelForm | None = None,

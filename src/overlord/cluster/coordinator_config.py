@@ -13,6 +13,7 @@ from overlord.cluster.job_sources import PlannerJob
 from overlord.cluster.plan_router import ReportBarrier
 from overlord.concurrency.platform import Platform
 from overlord.messages.control import Report, StreamState
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.process.forkserver import sendable
 from overlord.scaling.loader_placement import LoaderPlacement
 from overlord.setup.prepared_job import PreparedJob
@@ -87,5 +88,5 @@ class CoordinatorConfig:
         light = PlannerJob(prepared)
         sendable(light.job.hooks, "hooks")
         sendable(light.strategy, "strategy")
-        sendable(light.job.mixture, "mixture")
+        sendable(job_schedule(light.job), "mixture")
         return CoordinatorConfig(prepared=light, **fields)

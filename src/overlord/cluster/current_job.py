@@ -83,7 +83,7 @@ def router_of(prepared: PreparedJob, placement: Placement) -> PlanRouter:
     job, images = prepared.job, None
     if prepared.images is not None:
         groups = list(job.place.buckets("DP"))
-        images = ImageContext(job.batch, prepared.options.broadcast, groups)
+        images = ImageContext(job.batches, prepared.options.broadcast, groups)
     return PlanRouter(
         placement,
         whole_plans=bool(job.hooks_of(CONSTRUCTOR)),

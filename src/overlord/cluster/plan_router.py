@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from overlord.batch_by_step import BatchByStep
 from overlord.cluster.placement import Placement
 from overlord.errors import NO_FUNCTION, PlanError
-from overlord.mesh import Batch
 from overlord.messages.control import (
     ConstructorPlan,
     Consumed,
@@ -300,6 +300,7 @@ class PlanRouter:
             )
             all_of_it = (
                 stage.kept is None
+                and stage.plan.offset is None
                 and not self._hooks
                 and len(to) == 1
                 and len(next(iter(to.values()))) == int((worker == h).sum())
@@ -368,7 +369,7 @@ class PlanRouter:
 class ImageContext(NamedTuple):
     """The properties of a job with images that routing needs."""
 
-    batch: Batch
+    batches: BatchByStep
     broadcast: bool  # whether the trainer broadcasts where the plan says so
     ranks: Sequence[Sequence[int]]  # ranks of every data-parallel group
 
@@ -379,7 +380,10 @@ class _StepImages:
     def __init__(
         self, stage: PlannedStep, worker: np.ndarray, number: np.ndarray, job: ImageContext
     ):
-        self._made, self._job = Encodings(stage.plan, job.batch, job.broadcast), job
+        self._made, self._job = (
+            Encodings(stage.plan, job.batches.at(stage.plan.step), job.broadcast),
+            job,
+        )
         self._doc = stage.doc[self._made.sample]
         self._worker, self._number = worker[self._doc], number[self._doc]
         # loader worker -> constructor worker -> document of the worker and number inside it
@@ -486,6 +490,8 @@ def _columns(plan: LoadingPlan, rows: np.ndarray) -> tuple[dict[str, Any], np.nd
         for name in ("source", "epoch", "file", "row", "part", "tokens", *PIECE_COLUMNS)
         if (column := getattr(plan, name)) is not None
     }
+    if plan.documents is not None:
+        columns["documents"] = plan.documents.take(rows)
     return columns, None if plan.substep is None else plan.substep[rows]
 
 

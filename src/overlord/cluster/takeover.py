@@ -29,6 +29,7 @@ from overlord.messages.launcher import (
     WorkerGivenUp,
 )
 from overlord.planning.schedule.base import learns
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
 
@@ -56,7 +57,7 @@ def last_acked(found: Recovered, taken: Sequence[int | None]) -> int:
 def barrier_of(config: CoordinatorConfig, send: Send) -> ReportBarrier:
     """Return the report barrier of a coordinator in its own process."""
     return ReportBarrier(
-        learns(config.prepared.job.mixture),
+        learns(job_schedule(config.prepared.job)),
         lambda mark: send(ReportsRequested(mark)),
         config.incarnation * GENERATIONS_PER_COORDINATOR,
     )

@@ -420,7 +420,7 @@ class WorkerFactory:
             c,
             self._settings,
             buckets,
-            job.batch,
+            job.batches,
             job.document_multiple,
             hooks,
             prepared.images,

@@ -16,6 +16,7 @@ from overlord.constructor.images import PixelForm, decode_pool, encoder_inputs
 from overlord.constructor.pack import build_arrays, build_slices, new_buffer
 from overlord.constructor.pieces import build_pieces
 from overlord.constructor.rank_views import narrow, of_stage
+from overlord.constructor.sample_documents import document_runs, with_document_keys
 from overlord.errors import PlanError
 from overlord.job.hooks import Assembly, Hook, assembled_by
 from overlord.mesh import Batch, ClientPlaceTree
@@ -331,7 +332,8 @@ def _build_views(
     on = _continues(staged, rows)
     forms: dict[View, CompactLayout] = {}
     if cp == 1 and compact:
-        built = build_compact(*documents, batch, multiple, allocate, on), layout_of(batch)
+        whole = build_compact(*documents, batch, multiple, allocate, on)
+        built = _with_document_keys(whole, staged, rows), layout_of(batch)
         made = {view: for_view(*built, view) for view in views}
         by_view, forms = (
             {view: arrays for view, (arrays, _) in made.items()},
@@ -339,6 +341,7 @@ def _build_views(
         )
     elif cp == 1:
         made_whole = build_arrays(*documents, batch, multiple, allocate, staged.weight_values, on)
+        made_whole = _with_document_keys(made_whole, staged, rows)
         whole = _with_exclusions(made_whole, staged, buckets, 0, batch)
         by_view = {view: of_stage(whole, view) for view in views}
     else:
@@ -346,7 +349,8 @@ def _build_views(
         built_slices = build_slices(
             *documents, batch, multiple, allocate, cp, ranks, staged.weight_values, on
         )
-        slices = dict(zip(ranks, built_slices, strict=True))
+        keyed = (_with_document_keys(part, staged, rows) for part in built_slices)
+        slices = dict(zip(ranks, keyed, strict=True))
         for r, arrays in slices.items():
             view = View(cp=cp, cp_rank=r, split=batch.cp_split)
             _with_exclusions(arrays, staged, buckets, 0, batch, view)
@@ -382,6 +386,7 @@ def build_buckets(
         documents = _gather(staged, rows[a:b], place[a:b] - first, n)
         on = _continues(staged, rows[a:b])
         made = build_arrays(*documents, batch, multiple, allocate, staged.weight_values, on)
+        made = _with_document_keys(made, staged, rows[a:b])
         return _with_exclusions(made, staged, buckets, first, batch)
 
     if not hooks:
@@ -395,7 +400,7 @@ def build_buckets(
             batch=batch,
             plan=staged.plan,
             rows=tuple(rows[a:b] for a, b in pairwise(cut.tolist())),
-            gather=lambda rows: staged.tokens.take(staged.stage.doc[rows]),
+            gather=lambda rows: _documents_of_rows(staged, rows),
             build=partial(_microbatches, arrays_of, int(cut[0]), int(cut[-1]), k * m, m),
         )
         built.append(BucketBatch(rows, cut, None, built=tuple(assembled_by(hooks, assembly))))
@@ -440,18 +445,32 @@ def _gather(
     staged: StepDocuments, rows: np.ndarray, microbatch: np.ndarray, n_microbatches: int
 ) -> _Documents:
     docs, offsets = staged.stage.doc[rows], staged.tokens.offsets
-    start = offsets[docs]
+    start, source = offsets[docs], staged.plan.source[rows]
     length = offsets[docs + 1] - start
     if (on := _continues(staged, rows)) is not None:  # the payload also has the next token
         length = length - on
-    return (
-        staged.tokens.values,
-        start,
-        length,
-        microbatch,
-        n_microbatches,
-        staged.plan.source[rows],
-    )
+    if (documents := staged.plan.documents) is not None:
+        runs = document_runs(documents.take(rows), start, length)
+        start, length = runs.start, runs.length
+        microbatch, source = microbatch[runs.sample], source[runs.sample]
+    return staged.tokens.values, start, length, microbatch, n_microbatches, source
+
+
+def _with_document_keys(
+    arrays: BatchArrays, staged: StepDocuments, rows: np.ndarray
+) -> BatchArrays:
+    """Return microbatches of these plan rows with the keys of samples of several documents."""
+    documents = staged.plan.documents
+    return arrays if documents is None else with_document_keys(arrays, documents.take(rows))
+
+
+def _documents_of_rows(staged: StepDocuments, rows: np.ndarray) -> Ragged:
+    """Return the tokens of the documents of some plan rows."""
+    tokens = staged.tokens.take(staged.stage.doc[rows])
+    if (documents := staged.plan.documents) is None:
+        return tokens
+    sizes = documents.take(rows).sizes(tokens.lengths)
+    return Ragged(tokens.values, np.concatenate(([0], np.cumsum(sizes))))
 
 
 def _continues(staged: StepDocuments, rows: np.ndarray) -> np.ndarray | None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from overlord.batch_by_step import BatchByStep
 from overlord.buffer_pool import BufferPool
 from overlord.checks import as_exception
 from overlord.concurrency.event_loop import Done, Executor
@@ -53,7 +54,7 @@ class ConstructorService:
         self,
         assemblers: Sequence[Assembler],
         *,
-        batch: Batch,
+        batch: Batch | BatchByStep,
         multiple: int,
         executor: Executor,
         run: Callable[[Sequence[Any]], None],
@@ -66,7 +67,8 @@ class ConstructorService:
         compact: bool = False,
     ):
         self.assemblers = {a.bucket: a for a in assemblers}
-        self._batch, self._multiple, self._executor, self._run = batch, multiple, executor, run
+        self._batches, self._multiple = BatchByStep.of(batch), multiple
+        self._executor, self._run = executor, run
         self._on_failure, self._hooks, self._broadcast, self._images = (
             cannot,
             tuple(hooks),
@@ -127,6 +129,7 @@ class ConstructorService:
             [a for a in self.assemblers.values() if a.needs_payload(info.step)],
         )
         if wanting:
+            info = info.in_stage(self._batches.stage(step), self._batches.at(step).microbatches)
             self._staged[step], self._infos[step] = (
                 staged,
                 info if self._broadcast else info.without_broadcast(),
@@ -187,7 +190,7 @@ class ConstructorService:
             b: [rank for rank in self.assemblers[b].ranks if rank in self.mailboxes]
             for b in buckets
         }
-        options = (self._batch, self._multiple, self.slabs, self._hooks, self._compact)
+        options = (self._batches.at(step), self._multiple, self.slabs, self._hooks, self._compact)
         if (form := self._images) is None:
             self._executor.submit(
                 "build",

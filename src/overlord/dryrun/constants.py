@@ -318,6 +318,7 @@ def _small_job(job: Job, n: int, samples: int) -> dict[str, float]:
     small = replace(
         job,
         sources=sources,
+        stages=(),
         place=ClientPlaceTree(),
         mixture=mixture,
         journal=None,

@@ -177,13 +177,18 @@ def _shape(job: Job, request: DryRunRequest, gpus: int) -> ClusterShape:
 
 
 def _samples(job: Job, constants: Constants) -> float:
-    if job.batch.samples and not job.batch.in_chunks:
-        return float(job.batch.samples)
-    return (job.batch.tokens_of_chunks or job.batch.tokens or 0) / constants.sample_tokens
+    batch = job.batches.largest
+    if batch.samples and not batch.in_chunks:
+        return float(batch.samples)
+    return (batch.tokens_of_chunks or batch.tokens or 0) / constants.sample_tokens
 
 
 def job_at_size(job: Job, fleet: ClusterShape, constants: Constants) -> Job:
-    """Return the job with the mesh and batch size of a cluster, without journal and end."""
+    """Return the job with the mesh and batch size of a cluster, without journal and end.
+
+    All its steps are as the largest one of its stages and ramps.
+    """
+    job = uniform(job)
     place = ClientPlaceTree(pp=fleet.pp, dp=fleet.dp, cp=fleet.cp, tp=fleet.tp)
     tokens = int(fleet.batch * constants.sample_tokens)
     if job.batch.in_chunks:
@@ -194,6 +199,22 @@ def job_at_size(job: Job, fleet: ClusterShape, constants: Constants) -> Job:
     else:
         batch = replace(job.batch, tokens=tokens)
     return replace(job, place=place, batch=batch, journal=None, until="all")
+
+
+def uniform(job: Job) -> Job:
+    """Return a job without stages and ramps, whose steps all have the largest size."""
+    if not job.stages:
+        return replace(job, batch=job.batches.largest)
+    number = job.batches.largest_number
+    stage, batch = job.stages[number], job.batches.parts[number].most
+    limit = None if job.hybrid or batch.in_chunks else min(job.document_limit, batch.context)
+    return replace(
+        job,
+        stages=(),
+        batch=batch,
+        mixture=job.mixture if stage.mixture is None else stage.mixture,
+        max_document=job.max_document if limit is None else limit,
+    )
 
 
 def estimate_sizes(
@@ -214,7 +235,8 @@ def estimate_sizes(
     # The sources repeat, since a large cluster would finish a small corpus at once.
     endless = tuple(replace(source, epochs=None, max_tokens=None) for source in job.sources)
     prepared = PreparedJob(
-        replace(job, journal=None, sources=endless, evaluation=False), Options(cache_dir=cache_dir)
+        uniform(replace(job, journal=None, sources=endless, evaluation=False)),
+        Options(cache_dir=cache_dir),
     )
     try:
         found, stored = constants_of(prepared, again=again, progress=progress)

@@ -1,6 +1,7 @@
 """The longest sample of a job (``Job.max_document``), and what it demands of batch and mesh.
 
-Without rings a rank has whole samples, of at most ``Batch.context`` tokens. In a hybrid job the
+Without rings a rank has whole samples, of at most ``Batch.context`` tokens: the largest of all
+stages. Smaller stages cut them (``stages.cut_samples``). In a hybrid job the
 context is the capacity of one rank, and a ring of ranks can share a longer sample.
 """
 
@@ -9,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from overlord.checks import is_int
+from overlord.errors import JobError
+from overlord.job import stages
 from overlord.job.hooks import CONSTRUCTOR, Hook
 from overlord.mesh import Batch, Mesh
 
@@ -51,14 +54,21 @@ def problems(job: Job) -> list[str]:
         return []
     if job.hybrid:
         return _hybrid_problems(job)
-    if given is None or given <= batch.context or batch.in_chunks:
+    if given is None or batch.in_chunks or given <= (context := _largest_context(job)):
         return []
     if not isinstance(job.strategy, str):
         return []
     return [
-        f"max_document: expected at most batch.context={batch.context} with strategy "
+        f"max_document: expected at most batch.context={context} with strategy "
         f"{job.strategy!r}, which splits no sample, got {given}; use 'hdp_balance'"
     ]
+
+
+def _largest_context(job: Job) -> int:
+    try:
+        return max(stages.contexts(job))
+    except (JobError, AttributeError, TypeError):  # ``stages.problems`` reports it
+        return job.batch.context
 
 
 def _hybrid_problems(job: Job) -> list[str]:

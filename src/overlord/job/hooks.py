@@ -181,7 +181,7 @@ class Assembly:
     bucket: int
     batch: Batch
     plan: LoadingPlan
-    rows: tuple[np.ndarray, ...]  # by microbatch: its documents as rows of the plan, in slot order
+    rows: tuple[np.ndarray, ...]  # by microbatch: its samples as rows of the plan, in slot order
     gather: Callable[[np.ndarray], Ragged]
     build: Callable[[], list[dict[str, np.ndarray]]]
 
@@ -191,7 +191,11 @@ class Assembly:
         return [self.gather(rows) for rows in self.rows]
 
     def ids(self, microbatch: int) -> list[SampleId]:
-        return [self.plan.sample_id(i) for i in self.rows[microbatch].tolist()]
+        """Return the sample of each document of a microbatch."""
+        rows, documents = self.rows[microbatch], self.plan.documents
+        if documents is not None:
+            rows = np.repeat(rows, documents.counts[rows])
+        return [self.plan.sample_id(i) for i in rows.tolist()]
 
     def default(self) -> list[dict[str, np.ndarray]]:
         """Return the microbatches without this hook, as dicts of read-only arrays.
@@ -309,6 +313,8 @@ def _checked_microbatches(
     wanted: dict[str, Any] = CONTRACT | (
         {"attention_mask": np.bool_} if assembly.batch.layout == "padded" else {}
     )
+    if assembly.plan.documents is not None:
+        wanted |= dict.fromkeys(("group_ids", "roles"), np.int32)
     if not isinstance(result, (list, tuple)) or len(result) != len(assembly.rows):
         found = (
             f"{len(result)} of them" if isinstance(result, (list, tuple)) else type(result).__name__

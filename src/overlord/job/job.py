@@ -14,13 +14,23 @@ from os import PathLike
 from typing import Any
 
 from overlord import late_binding
+from overlord.batch_by_step import BatchByStep
 from overlord.checks import did_you_mean, is_int, is_real, one_of, shown_name, signature_problem
 from overlord.errors import JobError
-from overlord.job import budgets, document_limit, one_pass, packing
+from overlord.job import (
+    budgets,
+    document_limit,
+    even_counts,
+    one_pass,
+    packing,
+    several_documents,
+    stages,
+)
 from overlord.job.consumption import consume_problems
 from overlord.job.hooks import Hook, hook_problems
 from overlord.job.mixture_weights import mixture_problems, schedule_problems
 from overlord.job.model import Model
+from overlord.job.stages import Stage
 from overlord.mesh import Batch, Mesh
 from overlord.uris import uri_problems
 
@@ -36,6 +46,7 @@ ON_LOST = ("fail", "leave")
 STRATEGIES = (
     "vanilla",
     "packed",
+    "even",
     "llm_balance",
     "backbone_balance",
     "encoder_balance",
@@ -275,6 +286,8 @@ class Job:
         the context of all dp x cp ranks together, which share a document.
     evaluation: whether the job evaluates: one pass over its sources without shuffling, whose
         ``epochs`` and ``shuffle`` it replaces. Default False. See ``ov.evaluation``.
+    stages: list of ``ov.Stage``, one after another; they replace batch, mixture and context for
+        some steps. Default (): none.
     hooks: ``ov.loader_do_plan(...)`` and ``ov.constructor_do_plan(fn)``, executed in this order.
         Default (): none.
     """
@@ -302,6 +315,7 @@ class Job:
     on_long: str = "split"
     max_document: int | None = None
     evaluation: bool = False
+    stages: Sequence[Stage] = ()
     hooks: Sequence[Hook] = ()
 
     def __post_init__(self) -> None:
@@ -309,22 +323,20 @@ class Job:
             object.__setattr__(self, "sources", tuple(self.sources))
         if self.evaluation is True:
             object.__setattr__(self, "sources", one_pass.one_pass(self.sources))
-        if isinstance(self.hooks, list):
-            object.__setattr__(self, "hooks", tuple(self.hooks))
+        for name in ("stages", "hooks"):
+            if isinstance(given := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(given))
         if isinstance(self.journal, PathLike):
             object.__setattr__(self, "journal", str(self.journal))
         if problems := self.problems():
             raise JobError(problems, f"job {self.name!r}")
 
     def __repr__(self) -> str:
-        batch = self.batch
-        size = f"{batch.samples} samples" if batch.samples else f"{batch.tokens} tokens"
-        if batch.in_chunks:
-            size = f"{batch.chunks} chunks of {batch.context} tokens"
+        size = stages.shown_size(self)
         how = f"{shown_name(self.strategy)}, sync {self.sync}"
         how = f"one pass, {how}" if self.evaluation else how
         return (
-            f"Job({self.name!r}, {len(self.sources)} sources, {size} a step, {self.place}, "
+            f"Job({self.name!r}, {len(self.sources)} sources, {size}, {self.place}, "
             f"{how}, seed {self.seed})"
         )
 
@@ -350,6 +362,16 @@ class Job:
         return tuple(source.name for source in self.sources)
 
     @property
+    def batches(self) -> BatchByStep:
+        """Return the batch of every step: of its stage, with the sizes of ramps."""
+        return stages.batches(self)
+
+    @property
+    def end_step(self) -> int | None:
+        """The step before which the job ends at the latest; None if data alone ends it."""
+        return stages.end(self)
+
+    @property
     def document_multiple(self) -> int:
         """Number of tokens to a multiple of which every document is padded."""
         return self.batch.document_multiple(self.place)
@@ -370,7 +392,7 @@ class Job:
         """The tokens of the longest sample: ``max_document`` or its default."""
         if self.max_document is not None:
             return self.max_document
-        return document_limit.of_ring(self) if self.hybrid else self.batch.context
+        return document_limit.of_ring(self) if self.hybrid else max(stages.contexts(self))
 
     def hooks_of(self, kind: str) -> tuple[Hook, ...]:
         """Return the hooks of one kind, in their order."""
@@ -467,6 +489,9 @@ class Job:
             + self._look_ahead_problems()
             + self._limit_problems()
             + self._packing_problems()
+            + (stages.problems(self) if not found else [])
+            + several_documents.problems(self)
+            + even_counts.problems(self)
             + self._image_problems()
             + self._journal_problems()
         )

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from overlord.batch_ramp import Ramp
 from overlord.checks import describe_error, did_you_mean
 from overlord.errors import JobError
 from overlord.planning.schedule import BUILT_IN, Registered, factories, make
@@ -112,7 +113,7 @@ def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
         }
     if isinstance(mixture, (list, tuple)):
         return [write_mixture(inner, f"{at}[{i}]", problems) for i, inner in enumerate(mixture)]
-    if isinstance(mixture, (Base, Registered)):
+    if isinstance(mixture, (Base, Ramp, Registered)):
         given = {
             name: dict(value.weights) if isinstance(value, Constant) else value
             for name, value in mixture.parameters().items()

@@ -20,10 +20,18 @@ from overlord.errors import JobError
 from overlord.job.job import Job, Source
 from overlord.job.model import Model
 from overlord.jobfile.mixture import invalid_schedule, read_mixture, write_mixture
+from overlord.jobfile.stages import (
+    changed_fields,
+    read_batch,
+    read_stages,
+    write_batch,
+    write_stages,
+)
 from overlord.jobfile.yaml_scalars import Dumper, Loader
 from overlord.mesh import Batch, ClientPlaceTree
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.chat import TEMPLATE_SUFFIX, Chat
+from overlord.transforms.document_groups import GROUPED, Group, Pair
 from overlord.transforms.fill_in_middle import FillInMiddle
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
@@ -45,6 +53,8 @@ _TRANSFORMS: dict[str, Any] = {
     "meta": Meta,
     "images": Images,
     "fill_in_middle": FillInMiddle,
+    "pair": Pair,
+    "group": Group,
 }
 
 
@@ -161,7 +171,11 @@ class _Reader:
             if "place" in plain
             else ClientPlaceTree()
         )
-        batch = self._object(Batch, plain["batch"], "batch") if "batch" in plain else None
+        batch = (
+            read_batch(plain["batch"], "batch", self._object, self.problems)
+            if "batch" in plain
+            else None
+        )
         sources = self._sources(plain["sources"]) if "sources" in plain else []
         # Replacements of invalid values, so that Job still checks all other values.
         stand_ins = {
@@ -180,8 +194,11 @@ class _Reader:
             given["mixture"] = mixture
         elif "mixture" in given:
             del given["mixture"]
+        if given.get("stages") is not None:
+            given["stages"] = read_stages(given["stages"], self._object, self.problems)
         if not sources:  # a mixture would name unknown sources
             given.pop("mixture", None)
+            given.pop("stages", None)
         if isinstance(given.get("journal"), str):
             given["journal"] = self._path(given["journal"])
         if given.get("model") is not None:
@@ -427,7 +444,7 @@ def _keyed(problem: str, at: str, name: Any) -> str:
 
     "source 'web'.weight: ..." becomes "sources[3].weight: ...".
     """
-    for own in (f"source {name!r}", "batch", "place", "model"):
+    for own in (f"source {name!r}", "batch", "place", "model", "stage"):
         if problem.startswith((f"{own}.", f"{own}:")):
             return at + problem.removeprefix(own)
     return f"{at}.{problem}"
@@ -464,10 +481,11 @@ class _Writer:
         plain["sources"] = [self._source(i, source) for i, source in enumerate(job.sources)]
         if job.place != ClientPlaceTree():
             plain["place"] = {
-                k: list(v) if isinstance(v, tuple) else v for k, v in _changed(job.place).items()
+                k: list(v) if isinstance(v, tuple) else v
+                for k, v in changed_fields(job.place).items()
             }
-        plain["batch"] = _changed(job.batch)
-        for name, value in _changed(job).items():
+        plain["batch"] = write_batch(job.batch, "batch", self.problems)
+        for name, value in changed_fields(job).items():
             if name in ("name", "sources", "place", "batch"):
                 continue
             if name == "mixture" and isinstance(value, Mapping):
@@ -477,6 +495,8 @@ class _Writer:
                 }
             elif name == "mixture":
                 value = write_mixture(value, "mixture", self.problems)
+            elif name == "stages":
+                value = write_stages(value, self.problems)
             elif name == "journal":
                 value = _absolute(value)
             elif name == "model":
@@ -490,7 +510,7 @@ class _Writer:
         return plain
 
     def _source(self, i: int, source: Source) -> dict[str, Any]:
-        plain = _changed(source)
+        plain = changed_fields(source)
         at = f"sources[{i}]"
         paths = list(source.uri) if isinstance(source.uri, (list, tuple)) else [source.uri]
         if all(isinstance(p, (str, os.PathLike)) for p in paths):
@@ -522,12 +542,14 @@ class _Writer:
             return {"select": list(t.columns)}
         body = {
             name: list(value) if isinstance(value, tuple) else value
-            for name, value in _changed(t).items()
+            for name, value in changed_fields(t).items()
         }
         if isinstance(t, (Tokenize, Chat)):
             body["tokenizer"] = self._tokenizer(t, at)
         if isinstance(t, Chat) and str(t.template).endswith(TEMPLATE_SUFFIX):
             body["template"] = _absolute(str(t.template))
+        if isinstance(t, GROUPED) and t.values:
+            body["values"] = {n: c if isinstance(c, str) else list(c) for n, c in t.values.items()}
         if isinstance(t, (Map, Filter)):
             body["fn"] = self._name_of(t.fn, at)
         if isinstance(t, Meta):
@@ -558,19 +580,10 @@ class _Writer:
 
 def _model_fields(model: Model) -> dict[str, Any]:
     """Return the fields of a model and of its encoder that differ from their default."""
-    plain = _changed(model)
+    plain = changed_fields(model)
     if model.encoder is not None:
         plain["encoder"] = _model_fields(model.encoder)
     return plain
-
-
-def _changed(thing: Any) -> dict[str, Any]:
-    """Return the fields of an object that differ from their default or have none."""
-    return {
-        f.name: getattr(thing, f.name)
-        for f in fields(thing)
-        if f.default is MISSING or getattr(thing, f.name) != f.default
-    }
 
 
 def _absolute(path: str) -> str:

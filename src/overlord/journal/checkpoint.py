@@ -200,18 +200,27 @@ def rollback(step: int, generation: int, reason: str) -> Entry:
     return Entry(BACK, step, {"generation": generation, "reason": reason})
 
 
-def job(step: int, names: Sequence[str], fingerprint: Mapping[str, str], place: str) -> Entry:
+def job(
+    step: int,
+    names: Sequence[str],
+    fingerprint: Mapping[str, str],
+    place: str,
+    stages: Sequence[tuple[int, str | int]] = (),
+) -> Entry:
     """Return the entry that identifies the job of a stream.
 
     It is written before the first snapshot of a segment, and when a source is added. ``place``
     identifies mesh, ``sync`` and model. With another of them the same samples have other slots, so
-    plans have other digests.
+    plans have other digests. ``stages``: first step and name of every stage, for readers.
     """
-    return Entry(
-        JOB,
-        step,
-        {"names": list(names), "fingerprint": fingerprint_out(fingerprint, names), "place": place},
-    )
+    body: dict[str, Any] = {
+        "names": list(names),
+        "fingerprint": fingerprint_out(fingerprint, names),
+        "place": place,
+    }
+    if stages:
+        body["stages"] = [[first, name] for first, name in stages]
+    return Entry(JOB, step, body)
 
 
 def event_of(entry: Entry) -> Event:

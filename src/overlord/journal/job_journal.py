@@ -393,7 +393,11 @@ def entries(records: Sequence[Record]) -> list[Entry]:
 
 
 def _job_entry(prepared: PreparedJob, step: int) -> Entry:
-    return checkpoint.job(step, prepared.job.names, prepared.fingerprint, slots_of(prepared.job))
+    job, batches = prepared.job, prepared.job.batches
+    stages = [(part.first, part.name or k) for k, part in enumerate(batches.parts)]
+    return checkpoint.job(
+        step, job.names, prepared.fingerprint, slots_of(job), stages if batches.staged else ()
+    )
 
 
 def slots_of(job: Job) -> str:

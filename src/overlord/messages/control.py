@@ -292,6 +292,7 @@ class PlannedStep:
     valid_tokens: int | float = 0
     # encoder plan for the ranks of a constructor; None: the job has no images
     encoding: EncoderPlan | None = None
+    samples: int = 0  # of the step, over all ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -65,6 +65,9 @@ class StepInfo:
     # None: every rank of a data-parallel group gets all samples of the group
     place: Mesh | None = None
     on: Mesh | None = None  # the backbone's own mesh; None: ``place``
+    stage: str | int | None = None  # name or number of the step's stage; None: there are no stages
+    microbatches: int | None = None  # ``Batch.microbatches`` of the stage; None: that of the job
+    samples: int = 0  # of the step, over all ranks
 
     @staticmethod
     def of(stage: PlannedStep, after: StreamState | EncodedState | None = None) -> StepInfo:
@@ -81,6 +84,7 @@ class StepInfo:
             ),
             stage.after if after is None else after,
             *_rank_mapping(p),
+            samples=stage.samples,
         )
 
     def without_broadcast(self) -> StepInfo:
@@ -92,6 +96,12 @@ class StepInfo:
             if self.place is None or self.on is not None
             else _place_if_needed(self.axis, (), self.place),
         )
+
+    def in_stage(self, stage: str | int | None, microbatches: int) -> StepInfo:
+        """Return this StepInfo with the stage of its step; None: the job has no stages."""
+        if stage is None:
+            return self
+        return replace(self, stage=stage, microbatches=microbatches)
 
     def of_rows(self, rows: np.ndarray) -> StepInfo:
         """Return this StepInfo with these rows of samples only, for the clients of one bucket."""

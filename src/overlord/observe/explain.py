@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from overlord.checks import did_you_mean
+from overlord.checks import did_you_mean, shown_name
 from overlord.errors import PlanError
 from overlord.messages.control import Cursor, PlannedStep, StreamState
 from overlord.observe.balancing_model import shown_model
 from overlord.observe.ring_text import host_memory, limit
 from overlord.observe.sample_lookup import COUNTED, SampleLookup, parse_id
+from overlord.observe.stage_text import stage_of_step
 from overlord.planning.graph.lineage import constructors_of
 from overlord.planning.mixture import latest
+from overlord.planning.schedule.by_stage import mixture_starts
 from overlord.sample import SampleId
 
 if TYPE_CHECKING:
@@ -153,6 +155,7 @@ class StepExplanation(Explanation):
     skipped: bool
     digest: str
     samples: int  # rows of the plan
+    documents: int  # more than samples if some have several documents
     rows: str  # what a row is: samples, or pieces of samples
     tokens: int
     unit: str  # the unit of the mixture: samples or tokens
@@ -163,6 +166,8 @@ class StepExplanation(Explanation):
     model: str  # by which the strategy balances; empty if a user's strategy decides
     fill: float
     modules: tuple[ModulePlacement, ...]
+    stage: str | int | None = None  # name or number of its stage; None: the job has no stages
+    stage_words: str = ""  # the stage and the size of the step; empty without stages and ramps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +208,7 @@ class SampleExplanation(Explanation):
     of_samples: int | None = None
     substep: int | None = None
     tokens: int | None = None
+    documents: tuple[int, ...] = ()  # tokens of each, if the sample has several
     loader: str | None = None
     placed: tuple[SlotOfSample, ...] = ()
     pieces: tuple[str, ...] = ()  # its pieces in retained plans, with packing="concat"
@@ -258,6 +264,7 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
         skipped=stage.skipped,
         digest=stage.digest,
         samples=len(plan),
+        documents=documents_of_plan(plan),
         rows=plan.row_kind,
         tokens=int(plan.tokens.sum()),
         unit="tokens" if known.job.batch.mixes_tokens else "samples",
@@ -271,7 +278,14 @@ def explain_step(stage: PlannedStep, known: Known) -> StepExplanation:
             _placement(plan, name, known.job)
             for name in sorted(plan.modules, key=lambda n: (n != "backbone", n))
         ),
+        stage=known.job.batches.stage(plan.step),
+        stage_words=stage_of_step(known.job, plan.step),
     )
+
+
+def documents_of_plan(plan: LoadingPlan) -> int:
+    """Return the number of documents of a plan's samples."""
+    return len(plan) if plan.documents is None else int(plan.documents.counts.sum())
 
 
 def weights_from(stage: PlannedStep, job: Job) -> str:
@@ -283,8 +297,14 @@ def weights_from(stage: PlannedStep, job: Job) -> str:
         if after.mix_step == step
         else f", in force since step {after.mix_step} (mix_every={job.mix_every!r})"
     )
-    if change := latest(after.events, -1, after.mix_step):
+    if change := latest(after.events, -1, after.mix_step, mixture_starts(job)):
         return f"set_mixture from step {change[0].at}{since}"
+    number = job.batches.number(step)
+    if job.stages and (own := job.stages[number]).mixture is not None:
+        if isinstance(own.mixture, Mapping):
+            return "the mixture of the stage"
+        of = step - job.batches.parts[number].first
+        return f"the schedule of the stage, {shown_name(own.mixture)}, at its step {of}"
     if job.mixture is None:
         return f"the sources' own weights{since}"
     if isinstance(job.mixture, Mapping):
@@ -537,6 +557,7 @@ def _placed(stage: PlannedStep, at: int, known: Known, base: dict[str, Any]) -> 
         of_samples=len(plan),
         substep=None if plan.substep is None else int(plan.substep[at]),
         tokens=int(plan.tokens[at]),
+        documents=() if plan.documents is None else tuple(plan.documents.lengths[at].tolist()),
         loader=None
         if stage.loader is None or not known.loaders
         else known.loaders[int(stage.loader[at])],

@@ -59,7 +59,12 @@ def _step(e: StepExplanation) -> str:
     lines = name_value_lines(
         [
             ("step", f"{e.step} ({status})"),
-            ("holds", f"{e.samples:,} {e.rows}, {e.tokens:,} tokens; digest {e.digest}"),
+            (
+                "holds",
+                f"{e.samples:,} {e.rows}{of_documents(e.samples, e.documents)}, {e.tokens:,} "
+                f"tokens; digest {e.digest}",
+            ),
+            *([("stage", e.stage_words)] if e.stage_words else []),
             ("weights", e.weights_from),
             *(
                 ("" if k else "strategy", what)
@@ -92,6 +97,18 @@ def _step(e: StepExplanation) -> str:
     for m in e.modules:
         lines += ["", *_module(m, e)]
     return "\n".join(lines)
+
+
+def of_documents(samples: int, documents: int) -> str:
+    """Return the number of documents as text; empty if every sample is one."""
+    return "" if samples == documents else f" of {documents:,} documents"
+
+
+def _of_lengths(documents: tuple[int, ...]) -> str:
+    if not documents:
+        return ""
+    listed = ", ".join(f"{n:,}" for n in documents[:8])
+    return f": documents of {listed}{', ...' if len(documents) > 8 else ''}"
 
 
 def time_over_mean(sync: str, imbalance: Mapping[str, float]) -> float:
@@ -177,7 +194,7 @@ def _sample(e: SampleExplanation) -> str:
         )
         rows += [
             ("drawn", drawn),
-            ("tokens", f"{e.tokens:,}"),
+            ("tokens", f"{e.tokens:,}{_of_lengths(e.documents)}"),
             *([("loader", e.loader)] if e.loader else []),
         ]
     for p in e.placed:

@@ -126,9 +126,10 @@ def losses(filtered: int, long: int, lost: int, on_long: str) -> dict[str, int]:
 
     ``filtered``: rows that filters dropped. ``long`` and ``lost``: documents that lost tokens to
     ``on_long``, and these tokens. In the result, ``dropped`` are rows without a sample, by a filter
-    or ``on_long="drop"``. ``cut`` are documents that ``on_long="truncate"`` shortened.
+    or ``on_long="drop"``. ``cut`` are documents that other values shortened: "split" does so for
+    samples of several documents.
     """
-    cut = on_long == "truncate"
+    cut = on_long != "drop"
     return {
         "dropped": filtered + (0 if cut else long),
         "cut": long if cut else 0,

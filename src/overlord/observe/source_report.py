@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from overlord.sample import Ragged, no_items
+
 REASONS = 3  # reasons of bad rows that are named, the most frequent first
 
 
@@ -29,6 +31,8 @@ class SourceReport:
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     # Tokens up to the end of the last image of each document; 0: it has no image.
     image_ends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    # Tokens of the documents of sampled samples, before on_long; empty: they are single documents.
+    documents: Ragged = field(default_factory=lambda: no_items(0))
     longer: int = 0  # documents longer than the context
     all_tokens: int = 0  # of all sampled documents
     lost: int = 0  # tokens that on_long truncates or drops

@@ -11,9 +11,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from overlord.job.several_documents import grouped
 from overlord.observe.balancing_model import shown_model
-from overlord.observe.explain_text import waits
+from overlord.observe.explain import documents_of_plan
+from overlord.observe.explain_text import of_documents, waits
 from overlord.observe.ring_text import host_memory, limit
+from overlord.observe.stage_text import stage_lines, stage_of_step
 from overlord.planning.spec import share
 
 if TYPE_CHECKING:
@@ -125,7 +128,8 @@ def run_view(
     job: Job, meter: Meter, metrics: Mapping[str, Any], quarantine: Sequence[Mapping[str, Any]]
 ) -> RenderableType:
     """Return tables of a run: mix, speed, memory, and quarantined rows with reasons."""
-    what = LOST.get(job.on_long, "")
+    # "split" cuts samples of several documents
+    what = LOST.get(job.on_long, "cut" if grouped(job.sources) else "")
     limited = any(source.max_tokens is not None for source in job.sources)
     mixed = meter.source_tokens if job.batch.mixes_tokens else meter.samples
     head = (
@@ -180,6 +184,7 @@ def run_view(
             + ", ".join(f"{k} {size(v)}" for k, v in memory.items()),
         ),
     ]
+    facts += [("stages", line.removeprefix("stage ")) for line in stage_lines(job)]
     facts += scaling_facts(metrics.get("scaling", {})) + placement_facts(
         metrics.get("placement", {})
     )
@@ -260,6 +265,7 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
         for r in reports
     ]
     views: list[RenderableType] = [grid(head, rows, 2), Text("")]
+    views += [Text(line) for line in stage_lines(job)]
     for r in reports:
         if r.format:
             columns = ", ".join(f"{name}: {kind}" for name, kind in r.schema.items()) or "none"
@@ -272,17 +278,27 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
             )
             if r.lost:
                 longer += (
-                    f": {r.lost:,} of {r.all_tokens:,} tokens {LOST[job.on_long]} "
+                    f": {r.lost:,} of {r.all_tokens:,} tokens {LOST.get(job.on_long, 'cut')} "
                     f"({r.lost / r.all_tokens:.1%})"
                 )
             views.append(
                 Text.assemble(
                     (r.name, "bold"),
-                    f"  {_lengths(r.tokens)}{longer}; columns {columns}; {sampled}{dropped}",
+                    f"  {_lengths(r.tokens)}{_documents(r)}{longer}; columns {columns}; "
+                    f"{sampled}{dropped}",
                 )
             )
             views += [Text(f"  bad: {reason}") for reason in r.reasons()]
     return Group(*views)
+
+
+def _documents(report: SourceReport) -> str:
+    """Return the documents of samples that have several, as text."""
+    counts = report.documents.lengths
+    if not len(counts):
+        return ""
+    several = f"{counts.min()} to {counts.max()}" if counts.min() < counts.max() else f"{counts[0]}"
+    return f" by sample of {several} documents"
 
 
 def _lengths(tokens: np.ndarray) -> str:
@@ -339,12 +355,15 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
         if isinstance(job.strategy, str)
         else getattr(job.strategy, "__name__", "a function")
     )
+    several = of_documents(len(plan), documents_of_plan(plan))
     facts = [
         (
             "step",
-            f"{plan.step}: {len(plan):,} {plan.row_kind}, {int(plan.tokens.sum()):,} tokens, "
+            f"{plan.step}: {len(plan):,} {plan.row_kind}{several}, "
+            f"{int(plan.tokens.sum()):,} tokens, "
             f"placed by {strategy} on {job.place}",
         ),
+        *([("stage", stage)] if (stage := stage_of_step(job, plan.step)) else []),
         (
             "imbalance",
             f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; {limit(plan, i)}",

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from overlord.documents import SampleDocuments
 from overlord.errors import JobError, PlanError
 from overlord.mesh import AXES, Mesh
 from overlord.plan.plan import (
@@ -25,6 +26,7 @@ from overlord.plan.plan import (
     LoadingPlan,
 )
 from overlord.plan.tasks import TASK_COLUMNS, PlanTasks, TaskRules, TaskTable
+from overlord.sample import Ragged
 
 MAGIC = b"OVPL\x02"
 DTYPES = frozenset({"<i4", "<i8", "<u4", "<f4", "<f8"})
@@ -77,8 +79,19 @@ def write(plan: LoadingPlan) -> bytes:
             "bound": tasks.bound,
             "columns": {n: put(column) for n, column in columns_of.items()},
         }
+    if (documents := plan.documents) is not None:
+        head["documents"] = {
+            "number": put(documents.number),
+            "lengths": _ragged(documents.lengths, put),
+            "columns": {n: _ragged(c, put) for n, c in documents.columns.items()},
+        }
     text = json.dumps(head).encode()
     return MAGIC + struct.pack("<Q", len(text)) + text + b"".join(c.tobytes() for c in columns)
+
+
+def _ragged(column: Ragged, put: Callable[[np.ndarray], Any]) -> list[Any]:
+    whole = column.compact()
+    return [put(whole.values), put(whole.offsets)]
 
 
 def _rules(rules: TaskRules) -> dict[str, Any]:
@@ -139,6 +152,7 @@ def _read(data: bytes) -> LoadingPlan:
         items = {n: get(m["columns"][n]) for n in (*ITEM_COLUMNS, *OPTIONAL_COLUMNS)}
         modules[str(name)] = _assignment(str(name), m, items)
     tasks = _tasks(head["tasks"], get) if "tasks" in head else None
+    documents = _documents(head["documents"], get) if "documents" in head else None
     if at != len(data):
         raise ValueError(f"expected {at} bytes, as the header states, got {len(data)}")
     if any(columns[n] is None for n in SAMPLE_COLUMNS if n != "substep"):
@@ -153,8 +167,30 @@ def _read(data: bytes) -> LoadingPlan:
         place=place,
         modules=modules,
         tasks=tasks,
+        documents=documents,
         **columns,
     )
+
+
+def _documents(
+    head: dict[str, Any], get: Callable[[list[Any] | None], np.ndarray | None]
+) -> SampleDocuments:
+    def column(spec: list[Any]) -> np.ndarray:
+        if (found := get(spec)) is None:
+            raise ValueError("documents: expected every column, got one without values")
+        return found
+
+    def ragged(spec: list[Any]) -> Ragged:
+        values, offsets = (column(part) for part in spec)
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(values):
+            raise ValueError("documents: expected offsets of all values, got others")
+        if (offsets[1:] < offsets[:-1]).any():
+            raise ValueError("documents: expected offsets that rise, got others")
+        return Ragged(values, offsets)
+
+    number, lengths = column(head["number"]), ragged(head["lengths"])
+    columns = {str(n): ragged(spec) for n, spec in head["columns"].items()}
+    return SampleDocuments(number, lengths, columns)
 
 
 def _tasks(head: dict[str, Any], get: Callable[[list[Any] | None], np.ndarray | None]) -> PlanTasks:

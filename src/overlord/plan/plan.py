@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlord.documents import SampleDocuments
 from overlord.errors import JobError, PlanError
 from overlord.hashing import digest
 from overlord.mesh import Mesh, broadcast_dims
@@ -119,6 +120,8 @@ class LoadingPlan:
     extra: Mapping[str, Any] = field(default_factory=dict)
     # a hybrid plan: rings of ranks share samples of the backbone, whose bucket is the first of them
     tasks: PlanTasks | None = None
+    # documents of samples that have several; None: no source of the job has such samples
+    documents: SampleDocuments | None = None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -227,6 +230,8 @@ class LoadingPlan:
             raise PlanError(
                 "sample columns: expected offset and remaining together, got one of them", self.step
             )
+        if self.documents is not None and (problem := self.documents.problem(self.tokens)):
+            raise PlanError(f"documents: {problem}", self.step)
         for name, a in self.modules.items():
             self._validate_columns(name, a)
             self._validate_served(name, a)
@@ -455,6 +460,10 @@ class LoadingPlan:
             parts += [] if a.on is None else [f"on {a.on}"]
         if self.tasks is not None:
             parts += ["tasks", self.tasks.table.digest(), str(self.tasks.rules.multiple)]
+        if (documents := self.documents) is not None:
+            columns = {"lengths": documents.lengths, **documents.columns}
+            for label, ragged in columns.items():
+                parts += [label, ragged.lengths, ragged.compact().values]
         if self.place is not None and self.place.world_size > self.place.dp:
             # otherwise the number of buckets determines the mesh
             parts.append(f"place {self.place}")

@@ -109,7 +109,7 @@ def place_chunks(
     tokens = samples.meta["tokens"]
     assert isinstance(tokens, np.ndarray)
     cut = [*state.cut] or [0] * len(spec.sources)
-    pieces = cut_pieces(samples.source, tokens, cut, drawn.tokens, spec.batch.context)
+    pieces = cut_pieces(samples.source, tokens, cut, drawn.tokens, samples.batch.context)
     buffer = piece_buffer(samples, pieces)
     plan = spec.strategy(buffer, spec.place)
     check_plan(plan, buffer, spec.place)

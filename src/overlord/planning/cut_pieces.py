@@ -22,8 +22,8 @@ class Pieces(NamedTuple):
     sample: np.ndarray  # int64: row of the sample, as given to ``cut_pieces``
     offset: np.ndarray  # int64: tokens of the sample before the piece
     length: np.ndarray  # int64
-    chunk: np.ndarray  # int64, ascending
-    end: np.ndarray  # int64, by sample: its tokens that steps have received
+    chunk: np.ndarray | None  # int64, ascending; None: the samples are cut without chunks
+    end: np.ndarray  # int64, by sample: its tokens that steps have received, with this one
 
 
 def cut_pieces(
@@ -58,11 +58,11 @@ def cut_pieces(
 
 
 def piece_buffer(samples: Buffer, pieces: Pieces) -> Buffer:
-    """Return the buffer of a strategy: one row for each piece, chunk after chunk.
+    """Return the buffer of a strategy: one row for each piece, in their order.
 
     The metadata ``loss_weights`` is that of the piece, from the runs of weights of its sample.
     """
-    whole = samples.meta["tokens"]
+    whole = pieces.end if pieces.chunk is None else samples.meta["tokens"]
     assert isinstance(whole, np.ndarray)
     remaining = whole.astype(np.int64)[pieces.sample] - pieces.offset - pieces.length
     runs = samples.meta.get(LOSS_RUNS)
@@ -75,7 +75,8 @@ def piece_buffer(samples: Buffer, pieces: Pieces) -> Buffer:
             runs, pieces.sample, pieces.offset + 1, pieces.offset + pieces.length + ahead
         )
     for array in (pieces.length, pieces.offset, pieces.chunk, remaining):
-        array.flags.writeable = False
+        if array is not None:
+            array.flags.writeable = False
     return replace(
         buffer,
         meta=Columns(meta, samples.step),

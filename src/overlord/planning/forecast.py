@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from overlord.mesh import Batch
 from overlord.messages.control import Skip, StreamState
 from overlord.planning.draw import Drawer, MissingSamples
 from overlord.planning.mixture import Mixture
 from overlord.planning.schedule.base import follows_from_step
-from overlord.planning.spec import PlannerSpec
+from overlord.planning.spec import DrawerByStep, PlannerSpec
 
 ENDLESS = 2**60  # samples of a source that repeats forever
 AT_ONCE = 2**20  # most random picks of one draw
@@ -110,6 +111,7 @@ class _Forecaster:
             lag=spec.feedback_lag,
             takes_feedback=False,
             state=state,
+            starts=spec.mixture_starts,
         )
         counts = (state.counts.get(name, np.zeros(n, np.int64)) for name in ("samples", "tokens"))
         self._samples, self._tokens = (c.astype(np.float64) for c in counts)
@@ -118,7 +120,7 @@ class _Forecaster:
             for size, e, s in zip(sizes, epochs, spec.sources, strict=True)
         ]
         self._last = [state.step - 1 if n else None for n in self._samples.tolist()]
-        self._drawers: dict[int, Drawer] = {1: spec.drawer()}
+        self._drawers = DrawerByStep(spec)
 
     def run(self, progress: Callable[[int], None]) -> Forecast:
         while not self._over():
@@ -172,34 +174,43 @@ class _Forecaster:
             held = 1 + state.step // HELD
         stops = [e.at for e in state.events if not isinstance(e, Skip) and e.at > state.step]
         stops += [spec.until] if isinstance(spec.until, int) else []
+        stops += [stop for stop in spec.stage_starts if stop > state.step]
         most = min(held, *(stop - state.step for stop in stops)) if stops else held
         drawn = [w if a else 0.0 for w, a in zip(weights, state.active, strict=True)]
         total, amount = sum(drawn), self._amount
         for i, w in enumerate(drawn):
             each = amount * w / (total or 1.0)
-            if self._whole and spec.batch.tokens is not None:
+            if self._whole and self._batch.tokens is not None:
                 each /= self._sizes[i].tokens
             if each and self._limit[i] < ENDLESS:
                 most = min(most, int(self._left(i) / each) - MARGIN)
         if spec.draw == "random":
             most = min(most, AT_ONCE // amount)
-        return max(1, min(most, ENDLESS // 2**10 // amount))
+        most = max(1, min(most, ENDLESS // 2**10 // amount))
+        while most > 1 and spec.batch_at(state.step + most - 1) != spec.batch_at(state.step):
+            most //= 2
+        return most
+
+    @property
+    def _batch(self) -> Batch:
+        """The batch of the next step."""
+        return self._spec.batch_at(self._state.step)
 
     @property
     def _amount(self) -> int:
-        batch = self._spec.batch
+        batch = self._batch
         chunks = batch.tokens_of_chunks if batch.in_chunks else None
         return chunks or batch.samples or batch.tokens or 1
 
     def _drawer(self, steps: int) -> Drawer:
+        batch = self._batch
         if steps == 1:
-            return self._drawers[1]
-        batch = self._spec.batch
+            return self._drawers.at(self._state.step)
         if batch.samples is not None:
             batch = replace(batch, samples=batch.samples * steps)
         else:
             batch = replace(batch, tokens=(batch.tokens or 0) * steps)
-        return replace(self._spec, batch=batch).drawer()
+        return self._spec.drawer(batch)
 
     def _draw(self, steps: int, weights: Sequence[float]) -> bool:
         """Draw so many steps; return whether the job continues after them."""

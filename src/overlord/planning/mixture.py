@@ -146,18 +146,22 @@ def last_step(event: Event) -> int:
     return event.last if isinstance(event, Skip) else event.at
 
 
-def latest(events: Sequence[Event], after: int, step: int) -> list[SetMixture]:
+def latest(
+    events: Sequence[Event], after: int, step: int, starts: Sequence[int] = ()
+) -> list[SetMixture]:
     """Return the SetMixture in force at ``step``, in a list that is empty if there is none.
 
     Only changes with ``after`` < ``at`` <= ``step`` count. The one with the highest ``at`` is in
-    force; of equals, the one added last.
+    force; of equals, the one added last. ``starts``: first steps of stages with a mixture of their
+    own, which end the changes before them.
     """
+    after = max(after, max((first for first in starts if first <= step), default=0) - 1)
     changes = [e for e in events if isinstance(e, SetMixture) and after < e.at <= step]
     return sorted(changes, key=lambda e: e.at)[-1:]
 
 
 def still_in_force(
-    events: Sequence[Event], step: int, mix_step: int, lag: int = 0
+    events: Sequence[Event], step: int, mix_step: int, lag: int = 0, starts: Sequence[int] = ()
 ) -> tuple[Event, ...]:
     """Return the events that still have an effect after a step.
 
@@ -174,8 +178,8 @@ def still_in_force(
     return (
         *added_sources(events),
         *lost_sources(events),
-        *latest(events, -1, mix_step),
-        *latest(events, mix_step, step),
+        *latest(events, -1, mix_step, starts),
+        *latest(events, mix_step, step, starts),
         *coming,
     )
 
@@ -380,8 +384,10 @@ class Mixture:
         takes_feedback: bool,
         state: StreamState,
         floor: int = 0,
+        starts: Sequence[int] = (),
     ):
-        self._schedule, self._every = schedule, every
+        """Start at ``state``; ``starts``: first steps of stages with a mixture of their own."""
+        self._schedule, self._every, self.starts = schedule, every, tuple(starts)
         self._fixed = isinstance(schedule, Mapping)
         self._stateful = not self._fixed and has_state(schedule)
         if self._stateful and state.schedule is not None:
@@ -449,7 +455,7 @@ class Mixture:
         )
 
     def _weigh(self, state: StreamState, own: Mapping[str, float]) -> list[float]:
-        change = latest(state.events, -1, state.step)
+        change = latest(state.events, -1, state.step, self.starts)
         given = change[0].weights if change else self._scheduled
         here = tuple(e.name for e in added_sources(state.events) if e.at <= state.step)
         if (
@@ -479,7 +485,7 @@ class Mixture:
 
         A user's schedule is called once for every step, in order, so it is not called in advance.
         """
-        change = latest(state.events, -1, step)
+        change = latest(state.events, -1, step, self.starts)
         if not change and (
             self._every == "epoch" or not (self._fixed or follows_from_step(self._schedule))
         ):
@@ -510,6 +516,11 @@ class Mixture:
     def grow(self, n: int) -> None:
         """Extend the weights to n sources; added sources have weight 0 until the next update."""
         self.weights = [*self.weights, *(0.0,) * (n - len(self.weights))] if self.weights else []
+
+    def still_in_force(self, state: StreamState) -> tuple[Event, ...]:
+        """Return the events that still have an effect after the state's step."""
+        events, step = state.events, state.step
+        return still_in_force(events, step, state.mix_step, self._lag, self.starts)
 
     def saved(self) -> dict[str, Any]:
         """Return the fields of a StreamState that the mixture sets after a planned step."""

@@ -45,11 +45,11 @@ from overlord.planning.mixture import (
     checked_change,
     lost_sources,
     skipped,
-    still_in_force,
     with_added_sources,
 )
 from overlord.planning.selection import counts_of
 from overlord.planning.spec import (
+    DrawerByStep,
     Ledger,
     LostSources,
     NewSource,
@@ -102,7 +102,7 @@ class Planner:
         )
         # generation of the loaders of each source; restarting a source adds one
         self._generations = [generation] * len(spec.sources)
-        self._drawer = spec.drawer()
+        self._drawers = DrawerByStep(spec)
         self._consumed = RankProgress()  # rank -> last step it took
         self._outstanding: list[int] = []  # planned steps that some rank has not taken
         self._waiting: dict[int, int] = {}  # source -> samples the blocked draw needs
@@ -123,6 +123,7 @@ class Planner:
             takes_feedback=spec.takes_feedback,
             state=state,
             floor=floor,
+            starts=spec.mixture_starts,
         )
         self._weights: list[float] = self._mixture.weights
         self.ledger = Ledger(state, len(spec.sources))
@@ -465,7 +466,8 @@ class Planner:
             fronts: Sequence[Front] = self._streams
             if spec.budgeted or self._pool:
                 fronts = fronts_of(spec, state, self._streams, self._pool, drawn_tokens)
-            drawn = self._drawer.draw(state.step, self._weights, state.owed, state.active, fronts)
+            drawer, accounts = self._drawers.at(state.step), (state.owed, state.active)
+            drawn = drawer.draw(state.step, self._weights, *accounts, fronts)
             if isinstance(drawn, MissingSamples):
                 pulled = self._pool.open if self._pool else lambda i: 0
                 return self._wait({i: n - pulled(i) for i, n in drawn.need.items()})
@@ -578,7 +580,7 @@ class Planner:
             owed=step.owed,
             active=step.active,
             counts=self.ledger.counts(),
-            events=still_in_force(state.events, state.step, state.mix_step, self._mixture.lag),
+            events=self._mixture.still_in_force(state),
             ahead=() if self._pool is None else self._pool.ages(),
             cut=step.cut,
             **self._mixture.saved(),
@@ -596,4 +598,5 @@ class Planner:
             step.kept,
             step.loader.astype(np.int32),
             step.valid_tokens,
+            samples=len(plan),
         )

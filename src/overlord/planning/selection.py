@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from overlord.mesh import Mesh
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import binpack
 from overlord.planning.cost import CostFn, checked_costs
+from overlord.planning.document_nodes import lengths_of, summed
 from overlord.planning.draw import step_positions
 from overlord.sample import Buffer
 
@@ -214,7 +216,8 @@ class HoldLong:
     cost: CostFn | str
 
     def __call__(self, candidates: Buffer, place: Mesh) -> np.ndarray:
-        cost = checked_costs(self.cost, candidates.meta, len(candidates))
+        evaluate = partial(checked_costs, self.cost)
+        cost = summed(evaluate, candidates.meta, lengths_of(candidates), len(candidates))
         n, ranks = int(np.sum(candidates.wanted)), place.n_buckets("DP")
         share = binpack.total(cost) / len(cost) * n / ranks if len(cost) else 0.0
         long, late = cost > share, overdue(candidates)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from overlord.batch_by_step import BatchByStep, size_of
 from overlord.errors import StorageError
 from overlord.job.model import Model
+from overlord.job.several_documents import grouped
 from overlord.mesh import Batch, Mesh
 from overlord.messages.control import AddSource, Cursor, PlannedStep, SourceLost, StreamState
 from overlord.messages.data import DecodeFailures
@@ -39,6 +41,8 @@ class SourceSpec:
     loaders: int = 1
     files: tuple[str, ...] = ()  # paths, for errors
     meta: tuple[str, ...] = ()  # names of the metadata columns that its transforms add
+    # names of those with a value for each document; empty: its samples are single documents
+    documents: tuple[str, ...] = ()
     # whether the job continues without the source if its storage fails permanently
     leaves: bool = False
     # the source's own weight, used if it was added in mid-run and the mixture does not name it
@@ -65,7 +69,7 @@ class PlannerSpec:
     """The fields of a job that the planner needs."""
 
     sources: tuple[SourceSpec, ...]
-    batch: Batch
+    batch: Batch  # of the job: stages and ramps change sizes, see ``batch_at``
     place: Mesh
     strategy: Callable[[Buffer, Mesh], LoadingPlan]
     schedule: Schedule | Mapping[str, float]  # used by this planner only: it may learn
@@ -91,6 +95,11 @@ class PlannerSpec:
     sync: str = "microbatch"  # when ranks wait for each other
     model: Model | None = None  # by which strategies balance; None: a 12B Llama
     images: bool = False  # some source has images: every plan must assign them to encoders
+    batches: BatchByStep | None = None  # None: ``batch`` at every step
+    end: int | None = None  # step before which stages or ``until`` end the job
+    mixture_starts: tuple[int, ...] = ()  # first steps of stages with a mixture of their own
+    # "split" or "truncate" samples longer than the context of their stage; None: there are none
+    cut_samples: str | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,13 +110,27 @@ class PlannerSpec:
         """Whether a source has a budget of tokens."""
         return any(source.max_tokens is not None for source in self.sources)
 
-    def drawer(self) -> Drawer:
-        """Return the rules of the draw."""
-        chunks = self.batch.in_chunks
+    def batch_at(self, step: int) -> Batch:
+        """Return the batch of a step."""
+        return self.batch if self.batches is None else self.batches.at(step)
+
+    @property
+    def stage_starts(self) -> tuple[int, ...]:
+        """The first steps of stages, and the step before which a number of steps ends the job."""
+        firsts = () if self.batches is None else tuple(p.first for p in self.batches.parts)
+        return firsts if self.end is None else (*firsts, self.end)
+
+    def growth(self, step: int, later: int) -> float:
+        """Return the size of a later step over that of a step, in samples or tokens."""
+        return size_of(self.batch_at(later))[0] / size_of(self.batch_at(step))[0]
+
+    def drawer(self, batch: Batch) -> Drawer:
+        """Return the rules of the draw of steps with this batch."""
+        chunks = batch.in_chunks
         return Drawer(
-            samples=None if chunks else self.batch.samples,
-            tokens=self.batch.tokens_of_chunks if chunks else self.batch.tokens,
-            draws=self.batch.microbatches if self.mix_every == "microbatch" else 1,
+            samples=None if chunks else batch.samples,
+            tokens=batch.tokens_of_chunks if chunks else batch.tokens,
+            draws=batch.microbatches if self.mix_every == "microbatch" else 1,
             random=self.draw == "random",
             seed=self.seed,
             fill=self.until != "first",
@@ -115,16 +138,33 @@ class PlannerSpec:
         )
 
     def ends_at(self, step: int) -> bool:
-        """Return whether ``until`` is a number of steps and ends the job before ``step``.
+        """Return whether a number of steps, or the stages, end the job before ``step``.
 
         A saved state may be past the end of a job that was shortened.
         """
-        return isinstance(self.until, int) and step >= self.until
+        ends = (self.until if isinstance(self.until, int) else None, self.end)
+        return any(end is not None and step >= end for end in ends)
 
     @property
     def leaves_holes(self) -> bool:
         """Whether samples, or the rest of a cut sample, may stay for a later step."""
         return self.look_ahead > 1 or self.overflow == "defer" or self.batch.in_chunks
+
+
+class DrawerByStep:
+    """The rules of the draw of every step; a drawer is kept while its batch stays the same."""
+
+    def __init__(self, spec: PlannerSpec):
+        self._spec = spec
+        self._batch = spec.batch_at(0)
+        self._drawer = spec.drawer(self._batch)
+
+    def at(self, step: int) -> Drawer:
+        """Return the rules of the draw of a step."""
+        batch = self._spec.batch_at(step)
+        if batch is not self._batch and batch != self._batch:
+            self._batch, self._drawer = batch, self._spec.drawer(batch)
+        return self._drawer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +282,12 @@ class Ledger:
             self.spoiled[event.step, Quarantined(source, epoch, file, row, reason, part)] = None
         while len(self.spoiled) > KEPT_BAD:
             del self.spoiled[next(iter(self.spoiled))]
+
+    def count_truncated(self, samples: np.ndarray, tokens: np.ndarray) -> None:
+        """Count samples that a step truncated, and their lost tokens, by source."""
+        n = len(samples)
+        self._before[:n, PASSED.index("long")] += samples
+        self._before[:n, PASSED.index("lost_tokens")] += tokens
 
     def adopt(self, before: Ledger) -> None:
         """Take over the lists of the previous planner's ledger, so that no row is listed twice."""
@@ -442,11 +488,19 @@ def share(tokens: int, lost: int) -> float:
 
 
 def _warning(job: Job, source: int, tokens: int, lost: int) -> str:
-    what = "cut" if job.on_long == "truncate" else "dropped"
-    return (
+    what = "dropped" if job.on_long == "drop" else "cut"
+    found = (
         f"source {job.names[source]!r}: on_long={job.on_long!r} has {what} {lost:,} of "
         f"{tokens + lost:,} tokens so far ({share(tokens, lost):.1%}): "
-        f"documents longer than {job.document_limit:,} tokens; on_long='split' keeps all tokens"
+    )
+    if any(name == job.names[source] for name, _ in grouped(job.sources)):
+        return (
+            f"{found}documents longer than {job.document_limit:,} tokens, or samples with more "
+            f"than {job.batch.context:,}, which are never split; raise batch.context"
+        )
+    return (
+        f"{found}documents longer than {job.document_limit:,} tokens; on_long='split' keeps all "
+        "tokens"
     )
 
 

@@ -61,7 +61,7 @@ def ready_buffer(
     pieces += [(i, piece) for i, stream in enumerate(streams) for piece in stream.ahead()]
     if not pieces or not weights:
         nothing: dict[str, dict[str, Any]] = {name: {"tokens": []} for name in spec.names}
-        return Buffer.from_columns(nothing, batch=spec.batch, step=state.step)
+        return Buffer.from_columns(nothing, batch=context.batch, step=state.step)
     source = np.repeat([i for i, _ in pieces], [p.stop - p.start for _, p in pieces])
     rows = np.concatenate(
         [held.rows if held else np.zeros(0, np.int64), np.arange(first, len(source))]

@@ -9,19 +9,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from overlord.errors import PlanError
-from overlord.mesh import BUCKET_AXES, Mesh
+from overlord.mesh import BUCKET_AXES, Batch, Mesh
 from overlord.messages.control import StreamState
 from overlord.plan.module_ranks import check_padding
 from overlord.plan.plan import LoadingPlan
+from overlord.planning.document_nodes import documents_of_buffer, sample_sizes
 from overlord.planning.draw import Drawn, LoaderRequests, owed_after, step_positions
 from overlord.planning.images import check_images
 from overlord.planning.mixture import sources_of_step
 from overlord.planning.selection import check_choice, checked_scores, rows_of
 from overlord.planning.shapes import candidate_order, check_shapes
 from overlord.planning.spec import Ledger, PlannerSpec
+from overlord.planning.stage_cuts import cut_samples
 from overlord.planning.stream import SourceStream, StreamPiece, step_meta
 from overlord.planning.valid_tokens import valid_tokens
-from overlord.sample import LOSS_WEIGHTS, Buffer, Ragged, take_rows
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Buffer, Ragged, take_rows
 
 # ----------------------------------------------------------------------------
 # Convert stream pieces into the buffer of a strategy, and check the plan that it returns.
@@ -74,6 +76,11 @@ class StepContext(NamedTuple):
     state: StreamState
     weights: Sequence[float]
 
+    @property
+    def batch(self) -> Batch:
+        """The batch of the step."""
+        return self.spec.batch_at(self.state.step)
+
 
 def gather(
     pieces: PieceColumns, order: np.ndarray, substep: np.ndarray | None, context: StepContext
@@ -95,12 +102,15 @@ def gather(
         row=pieces.row[order].astype(np.int64),
         part=pieces.part[order].astype(np.int32),
         meta=meta,
-        batch=spec.batch,
+        batch=context.batch,
         step=state.step,
         drawn=True,
         substep=substep,
         weights=dict(zip(names, weights, strict=False)),
         absent=tuple(n for n in own if n not in had),
+        documents=tuple(
+            dict.fromkeys(name for s in spec.sources[: len(names)] for name in s.documents)
+        ),
         sync=spec.sync,
         model=spec.model,
     )
@@ -165,6 +175,28 @@ def check_samples(plan: LoadingPlan, buffer: Buffer) -> None:
             buffer.step,
             "build the plan from the buffer, without adding, dropping or reordering samples",
         )
+
+
+def _with_documents(plan: LoadingPlan, buffer: Buffer, place: Mesh) -> LoadingPlan:
+    """Return the plan with the documents of its samples, which are those of the buffer.
+
+    Raise ``PlanError`` unless sizes count the padding of each document, on whole microbatches.
+    """
+    if (documents := documents_of_buffer(buffer)) is None:
+        return plan
+    if problem := documents.problem(plan.tokens):
+        raise PlanError(f"documents: {problem}", buffer.step)
+    if plan.tasks is not None:
+        problem = "expected whole samples, since some have several documents, got pieces on rings"
+        raise PlanError(f"strategy: {problem}", buffer.step, "use a strategy without .split()")
+    sizes = sample_sizes(buffer, plan.main.sample, buffer.batch.document_multiple(place))
+    if not np.array_equal(plan.main.size, sizes):
+        raise PlanError(
+            "strategy: expected sizes with the padding of every document of a sample, got others",
+            buffer.step,
+            "build the plan from DGraph.from_buffer(buffer, place)",
+        )
+    return replace(plan, documents=documents)
 
 
 # ----------------------------------------------------------------------------
@@ -496,19 +528,29 @@ def place_drawn(
     joint = PieceColumns(pieces)
     buffer = gather(joint, order, substep, context)
     loader = joint.holders(demand.first)[order]
+    cut = cut_samples(buffer, spec.cut_samples) if spec.cut_samples else None
+    if LOSS_RUNS in buffer.meta:  # only of use for cuts
+        own = {name: column for name, column in buffer.meta.items() if name != LOSS_RUNS}
+        buffer = replace(buffer, meta=own)
+    if cut is not None:
+        buffer = cut.buffer
+        ledger.count_truncated(cut.truncated, cut.lost)
     plan = spec.strategy(buffer, spec.place)
     check_plan(plan, buffer, spec.place)
     check_samples(plan, buffer)
     if spec.images:
         check_images(plan, buffer)
-    plan.validate()
+    plan = _with_documents(plan.validate(), buffer, spec.place)
     # Samples leave a loader in the order of the source's stream.
     pops = np.bincount(loader, minlength=demand.n_loaders)
     by_stream = np.lexsort((order, loader))
     doc = np.empty(len(loader), np.int64)
     doc[by_stream] = np.arange(len(loader))
+    if cut is not None:
+        doc, loader = doc[cut.sample], loader[cut.sample]
     cursors = joint.cursors_after(context.state.cursors)
-    valid = valid_tokens(plan, buffer.meta.get(LOSS_WEIGHTS), spec.images)
+    labels = "shifted" if cut is None else context.batch.labels
+    valid = valid_tokens(plan, buffer.meta.get(LOSS_WEIGHTS), spec.images, labels)
     return PlacedStep(
         plan, pops, doc, loader, cursors, drawn.owed, drawn.active, valid_tokens=valid
     )
@@ -559,6 +601,8 @@ def place_chosen(
     if spec.images:
         check_images(plan, buffer.take(rows))
     plan.validate()
+    if buffer.documents:
+        plan = _with_documents(plan, buffer.take(rows), spec.place)
     taken = np.zeros(len(candidates.rows), bool)
     taken[shown[rows]] = True
     doc, cursors = candidates.number[shown[rows]], state.cursors.copy()

@@ -19,6 +19,7 @@ from overlord.plan.plan import LoadingPlan
 from overlord.planning.balance import binpack
 from overlord.planning.balance.balance import ItemPlacement
 from overlord.planning.balance.binpack import cut_inside
+from overlord.planning.balance.even_counts import even_counts
 from overlord.planning.balance.hybrid_rules import check_arguments
 from overlord.planning.cost import CostFn, fingerprint_of, named
 from overlord.planning.cost.models import DENSE_12B, VIT_1B, encoder_of, of_model
@@ -66,6 +67,21 @@ def packed(buffer: Buffer, place: Mesh) -> LoadingPlan:
         algorithm="even cuts",
     )
     return _plan(graph.placed(found, "pack", context))
+
+
+def even(buffer: Buffer, place: Mesh) -> LoadingPlan:
+    """Give every microbatch of every rank the same number of samples, with levelled costs.
+
+    It is for trainers that gather values of samples across ranks. ``Batch.samples`` must be a
+    multiple of dp x microbatches.
+    """
+    graph, context = _samples(buffer, place), buffer.batch.context
+    graph.check_sizes(context)
+    assert graph.costs is not None
+    m = place.microbatch_count(buffer.batch.microbatches)
+    found = even_counts(graph.costs, graph.sizes(), place.n_buckets("DP"), m, context)
+    assert found is not None, "every sample fits into a microbatch"
+    return _plan(graph.placed(found, "even", context))
 
 
 def llm_balance(buffer: Buffer, place: Mesh) -> LoadingPlan:
@@ -255,6 +271,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     {
         "vanilla": vanilla,
         "packed": packed,
+        "even": even,
         "llm_balance": llm_balance,
         "backbone_balance": backbone_balance,
         "look_ahead_balance": look_ahead_balance,

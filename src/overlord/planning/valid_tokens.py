@@ -35,7 +35,8 @@ def labels_of(plan: LoadingPlan, plain: np.ndarray, images: bool, labels: str = 
     not predicted. A shifted label may be the token after a piece of a sample.
     """
     tokens = plan.payload_tokens if labels == "shifted" else plan.tokens
-    found = int(np.maximum(tokens[plain] - 1, 0).sum())
+    counts = 1 if plan.documents is None else plan.documents.counts[plain]
+    found = int(np.maximum(tokens[plain] - counts, 0).sum())
     a = plan.modules.get(ENCODER) if images else None
     if a is None or a.out is None or a.offset is None:
         return found

@@ -48,7 +48,9 @@ def graph(running: RunningJob, step: int) -> DGraph:
     stage = stage_of(step, known.stages, known.state.step)
     assert stage.loader is not None
     job = running.job
-    return planned_graph(stage.plan, job.batch, job.place, stage.loader, known.loaders, job.sync)
+    return planned_graph(
+        stage.plan, job.batches.at(step), job.place, stage.loader, known.loaders, job.sync
+    )
 
 
 def explain(running: RunningJob, what: int | str | SampleId) -> Explanation:
@@ -141,6 +143,7 @@ def _metrics(running: RunningJob) -> dict[str, Any]:
     of_clients = running_metrics.get("clients", {})
     return {
         **found,
+        "stage": running.job.batches.stage(max(0, found["planned_steps"] - 1)),
         "uptime_s": time.monotonic() - running.started,
         "feedback": {**found["feedback"], "invalid": running.events.refused_reports},
         "files": sum_counters([prepared.handles.metrics(), *running_metrics.get("files", ())]),

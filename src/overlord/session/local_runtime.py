@@ -85,7 +85,7 @@ class LocalRuntime:
         for i, cursor in enumerate(self.planner.state().cursors.tolist()):
             for loader, reader in prepared.loaders_for(i, Cursor(*cursor)):
                 self.loading.open(loader, reader)
-        self._images, self._batch = prepared.images, job.batch
+        self._images, self._batches = prepared.images, job.batches
         self._broadcast, self._seed = options.broadcast, job.seed
         self._pop_hooks = job.hooks_of(LOADER)
         self.building = ConstructorService(
@@ -93,7 +93,7 @@ class LocalRuntime:
                 Assembler(b, ranks, options.build_ahead or options.prefetch)
                 for b, ranks in enumerate(job.place.buckets("DP"))
             ],
-            batch=self._batch,
+            batch=self._batches,
             multiple=job.document_multiple,
             executor=executor,
             run=self.run,
@@ -237,9 +237,8 @@ class LocalRuntime:
         self.building.plan(stage)
         if stage.skipped:
             return
-        if (
-            stage.kept is not None
-        ):  # a held sample would keep all samples alive that were popped with it
+        # a held sample would keep all samples alive that were popped with it
+        if stage.kept is not None or stage.plan.offset is not None:
             pieces = [_copied(pieces, stage)]
             stage = replace(stage, doc=np.arange(len(stage.doc)))
         tokens = Ragged.concat([p.tokens for p in pieces])
@@ -259,7 +258,7 @@ class LocalRuntime:
         """Return the documents with their images, and with the images that each rank encodes."""
         stage, ranks = staged.stage, self.building.served()
         made, items = (
-            Encodings(stage.plan, self._batch, self._broadcast),
+            Encodings(stage.plan, self._batches.at(stage.plan.step), self._broadcast),
             found or Scattered([], np.zeros(len(staged.tokens), np.int64)),
         )
         wanted = made.encoded_by(ranks)

@@ -18,6 +18,7 @@ from overlord.journal.write_ahead import JournalStart
 from overlord.messages.control import StreamState
 from overlord.planning.mixture import EventLog
 from overlord.planning.schedule.base import learns
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.planning.spec import TokenLosses
 from overlord.process.shutdown import CloseOnce, Steps
 from overlord.serving.control_server import RemoteClient
@@ -83,7 +84,7 @@ class RunningJob:
         self.broadcast_ranks: frozenset[int] = frozenset()  # ranks whose steps other ranks fetch
         self.lock = threading.RLock()
         self.switching = threading.Lock()  # held while one generation replaces another
-        mixture = prepared.given.mixture
+        mixture = job_schedule(prepared.given)
         self.learns = learns(mixture)
         self.started = time.monotonic()
         self.loop = EventLoop(prepared.given.name)

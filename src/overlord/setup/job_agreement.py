@@ -15,7 +15,13 @@ from overlord.errors import JobError
 from overlord.hashing import digest
 from overlord.job.job import Job
 from overlord.mesh import AXES, Batch
-from overlord.setup.state_json import STREAM_FIELDS, code_text, mixture_text, reading_text
+from overlord.setup.state_json import (
+    STREAM_FIELDS,
+    code_text,
+    mixture_text,
+    reading_text,
+    stage_text,
+)
 from overlord.transforms.chat import Chat
 from overlord.transforms.tokenize import Tokenize
 
@@ -36,6 +42,7 @@ def parts_of(job: Job) -> dict[str, str]:
         repr(job.strategy) if isinstance(job.strategy, str) else _function(job.strategy)
     )
     texts["mixture"] = _short(mixture_text(job))
+    texts |= {f"stages[{k}]": _short(stage_text(job, s)) for k, s in enumerate(job.stages)}
     texts["hooks"] = ", ".join(map(_function, job.hooks)) or "none"
     texts["sources"] = _short(", ".join(job.names))
     for source in job.sources:

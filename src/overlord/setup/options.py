@@ -14,6 +14,7 @@ from overlord.checks import did_you_mean
 from overlord.errors import JobError
 from overlord.job.job import Job
 from overlord.planning.schedule.base import learns
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.process import resources
 from overlord.scaling.profile import parse_bytes
 from overlord.scaling.scaler import ScalingLimits
@@ -331,7 +332,7 @@ class Options:
 
         With such a lag, a report could not arrive before the plan that uses it.
         """
-        if not learns(job.mixture) or job.feedback_lag >= self.prefetch + 2:
+        if not learns(job_schedule(job)) or job.feedback_lag >= self.prefetch + 2:
             return []
         return [
             f"feedback_lag: expected at least prefetch + 2 = {self.prefetch + 2}, got "

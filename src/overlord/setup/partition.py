@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.job.hooks import LOADER
 from overlord.planning.schedule.base import Base
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.process import resources
 from overlord.scaling.loader_placement import LoaderPlacement, with_shards
 from overlord.scaling.partition import CLUSTER, Partition, PartitionLimits, Resources, partition
@@ -130,7 +131,7 @@ def weights_of(prepared: PreparedJob) -> list[float]:
     are used.
     """
     job = prepared.job
-    mixture: Any = job.mixture
+    mixture: Any = job_schedule(job)
     if isinstance(mixture, Base) and callable(mixture):
         mixture = copy.deepcopy(mixture)(0, {})
     if isinstance(mixture, Mapping):
@@ -217,10 +218,10 @@ def sample_tokens(prepared: PreparedJob) -> float:
 
 
 def batch_samples(prepared: PreparedJob) -> int:
-    """Return the number of samples in a step."""
-    batch = prepared.job.batch
+    """Return the number of samples in a step, at most over all stages."""
+    batch = prepared.job.batches.largest
     if batch.samples is not None and not batch.in_chunks:
-        return batch.samples
+        return int(batch.samples)
     tokens = batch.tokens_of_chunks or batch.tokens or 1
     return max(1, round(tokens / max(1.0, sample_tokens(prepared))))
 

@@ -19,6 +19,7 @@ from overlord.hashing import digest
 from overlord.job.consumption import consumed_by
 from overlord.job.hooks import CONSUME
 from overlord.job.job import Job, Source
+from overlord.job.stages import cut_samples, smallest_context
 from overlord.loader.loader import Loader
 from overlord.loader.partial_epoch import partial_epoch
 from overlord.loader.reader import SourceReader
@@ -26,8 +27,8 @@ from overlord.loader.samples import SourceOrder
 from overlord.mesh import ClientPlaceTree
 from overlord.messages.control import AddSource, Cursor, LoaderStart, StreamState
 from overlord.planning.planner import Planner
-from overlord.planning.schedule import bind
 from overlord.planning.schedule.base import learns
+from overlord.planning.schedule.by_stage import bound_mixtures, job_schedule, mixture_starts
 from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
 from overlord.planning.strategies import resolve
 from overlord.sample import Buffer
@@ -177,6 +178,7 @@ class PreparedJob:
             leaves=source.on_lost == "leave",
             files=tuple(f.path for f in self.indexes[i].files),
             meta=self.pipelines[i].meta_names,
+            documents=self.pipelines[i].document_meta,
             weight=float(source.weight),
             max_tokens=source.max_tokens,
             last_groups=None if (partial := self.orders[i].partial) is None else partial.groups,
@@ -196,7 +198,7 @@ class PreparedJob:
             draw=job.draw,
             mix_every=job.mix_every,
             feedback_lag=job.feedback_lag,
-            takes_feedback=learns(job.mixture),
+            takes_feedback=learns(schedule),
             look_ahead=job.look_ahead,
             max_age=job.max_age,
             prefer=getattr(schedule, "prefer", None),
@@ -207,6 +209,10 @@ class PreparedJob:
             images=self.images is not None,
             sync=job.sync,
             model=job.model,
+            batches=job.batches,
+            end=job.end_step,
+            mixture_starts=mixture_starts(job),
+            cut_samples=cut_samples(job),
         )
         return Planner(spec, state or initial_state(spec), floor=self.floor)
 
@@ -400,7 +406,8 @@ class PreparedJob:
 
     def export(self, state: StreamState) -> dict[str, Any]:
         """Return a state of this job as plain JSON values."""
-        return state_to_json(state, self.job.name, self.job.names, self.fingerprint)
+        stage = self.job.batches.stage(state.step)
+        return state_to_json(state, self.job.name, self.job.names, self.fingerprint, stage)
 
     def restore(self, saved: Mapping[str, Any], allow: tuple[str, ...] = ()) -> StreamState:
         """Return the state of a JSON form; raise ``StateMismatch`` if it is not of this job."""
@@ -414,7 +421,8 @@ def _pipeline(job: Job, source: Source) -> Pipeline:
         seed=job.seed,
         context=job.document_limit,
         on_long=job.on_long,
-        cuts=job.batch.in_chunks,
+        room=smallest_context(job),
+        cuts=job.batch.in_chunks or cut_samples(job) is not None,
     )
 
 
@@ -442,12 +450,10 @@ def _order(job: Job, source: Source, index: Index) -> SourceOrder:
 def _bound(job: Job, indexes: list[Index], added: tuple[str, ...] = ()) -> Job:
     """Return the job with its schedule bound to the weights and sizes of the initial sources."""
     sources = [(s, i) for s, i in zip(job.sources, indexes, strict=True) if s.name not in added]
-    mixture = bind(
-        job.mixture,
-        {s.name: float(s.weight) for s, _ in sources},
-        {s.name: i.rows for s, i in sources},
+    changes = bound_mixtures(
+        job, {s.name: float(s.weight) for s, _ in sources}, {s.name: i.rows for s, i in sources}
     )
-    return job if mixture is job.mixture else replace(job, mixture=mixture)
+    return replace(job, **changes) if changes else job
 
 
 def schedule_of(job: Job, added: tuple[str, ...] = ()) -> Any:
@@ -455,12 +461,9 @@ def schedule_of(job: Job, added: tuple[str, ...] = ()) -> Any:
 
     A schedule is copied, since its state changes as it learns.
     """
-    if job.mixture is None:
-        return {s.name: float(s.weight) for s in job.sources if s.name not in added}
-    if isinstance(job.mixture, Mapping):
-        return {name: float(weight) for name, weight in job.mixture.items()}
+    schedule = job_schedule(job, added)
     try:
-        return copy.deepcopy(job.mixture)
+        return copy.deepcopy(schedule)
     except Exception as e:
         problem = (
             f"mixture: expected a schedule that copy.deepcopy can copy, got {type(e).__name__}: {e}"

@@ -7,20 +7,23 @@ import functools
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
+from overlord.batch_ramp import Ramp
 from overlord.checks import describe_error
 from overlord.errors import MOST, StateMismatch
 from overlord.hashing import digest
 from overlord.job.hooks import Hook
 from overlord.job.job import Job, Source
+from overlord.job.stages import Stage
 from overlord.loader.samples import SourceOrder
-from overlord.mesh import LATER_FIELDS, NOT_THE_STREAM
+from overlord.mesh import LATER_FIELDS, NOT_THE_STREAM, Batch
 from overlord.messages.control import AddSource, Cursor, SourceLost, StreamState
 from overlord.planning.schedule.base import has_state
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.planning.state_json import (
     event_in,
     event_out,
@@ -80,6 +83,8 @@ def job_fingerprint(
     entries |= {name: str(getattr(job, name)) for name in STREAM_FIELDS}
     if job.document_limit != job.batch.context or job.batch.in_chunks:
         entries[LIMIT] = str(job.document_limit)
+    for k, stage in enumerate(job.stages):
+        entries[f"stage {k}"] = digest(stage_text(job, stage))
     if job.hooks:
         entries["hooks"] = digest(*(code_text(hook) for hook in job.hooks))
     for source, index, pipeline in zip(job.sources, indexes, pipelines, strict=True):
@@ -116,13 +121,19 @@ def source_mark(entries: Mapping[str, str], name: str) -> str:
     )
 
 
-def batch_fields(job: Job) -> dict[str, Any]:
-    """Return the fields of the job's batch that shape the stream.
+def batch_fields(job: Job, batch: Batch | None = None) -> dict[str, Any]:
+    """Return the fields of a batch, by default the job's, that shape the stream; ramps as text.
 
     Fields of packing and shape are left out at their defaults, as in earlier saved states.
     """
-    found = {k: v for k, v in asdict(job.batch).items() if k not in NOT_THE_STREAM}
-    for field in fields(job.batch):
+    batch = batch or job.batch
+    every = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    found = {
+        k: repr(v) if isinstance(v, Ramp) else v
+        for k, v in every.items()
+        if k not in NOT_THE_STREAM
+    }
+    for field in fields(batch):
         if field.name in LATER_FIELDS and found[field.name] == field.default:
             del found[field.name]
     return found
@@ -142,9 +153,21 @@ def mixture_text(job: Job) -> str:
     """Return the text of the job's mixture: weights as JSON, or the text of its schedule."""
     if job.mixture is None:
         return json.dumps([float(s.weight) for s in job.sources])
-    if isinstance(job.mixture, Mapping):
-        return json.dumps([float(job.mixture.get(n, 0.0)) for n in job.names])
-    return code_text(job.mixture)
+    return _weights_text(job, job.mixture)
+
+
+def _weights_text(job: Job, mixture: Any) -> str:
+    if isinstance(mixture, Mapping):
+        return json.dumps([float(mixture.get(n, 0.0)) for n in job.names])
+    return code_text(mixture)
+
+
+def stage_text(job: Job, stage: Stage) -> str:
+    """Return a text of the steps, the batch and the mixture of a stage."""
+    fields = batch_fields(job, stage.batch_of(job))
+    mixture = "" if stage.mixture is None else _weights_text(job, stage.mixture)
+    own = "own" if stage.batch is not None else "job's"
+    return json.dumps([stage.steps, own, fields, mixture], sort_keys=True)
 
 
 def code_text(function: Any) -> str:
@@ -188,14 +211,22 @@ DATASET_STATE = (
 
 
 def state_to_json(
-    state: StreamState, job: str, names: Sequence[str], fingerprint: Mapping[str, str]
+    state: StreamState,
+    job: str,
+    names: Sequence[str],
+    fingerprint: Mapping[str, str],
+    stage: str | int | None = None,
 ) -> dict[str, Any]:
-    """Return a state as plain JSON values, keyed by the names of its sources."""
+    """Return a state as plain JSON values, keyed by the names of its sources.
+
+    ``stage``: that of the next step, for readers of the state; it follows from the job.
+    """
     return {
         "version": STATE_VERSION,
         "job": job,
         "fingerprint": fingerprint_out(fingerprint, names),
         "step": state.step,
+        **({} if stage is None else {"stage": stage}),
         "cursors": dict(zip(names, state.cursors.tolist(), strict=True)),
         "owed": dict(zip(names, state.owed, strict=True)),
         "active": dict(zip(names, state.active, strict=True)),
@@ -294,7 +325,7 @@ def _state_of(saved: Mapping[str, Any], job: Job, orders: Sequence[SourceOrder])
         if "weights" in saved
         else (),
         schedule=dict(saved["schedule"])
-        if "schedule" in saved and has_state(job.mixture)
+        if "schedule" in saved and has_state(job_schedule(job))
         else None,
         reports=reports_in(saved.get("reports", {})),
     )
@@ -345,7 +376,7 @@ def _with_schedule(state: StreamState, job: Job, allow: tuple[str, ...]) -> Stre
     if state.schedule is None:
         return state
     try:  # on a copy: a state that does not fit must change nothing
-        copy.deepcopy(job.mixture).load_state_dict(copy.deepcopy(state.schedule))
+        copy.deepcopy(job_schedule(job)).load_state_dict(copy.deepcopy(state.schedule))
     except Exception as e:
         if {"mixture", "schedule"} & set(allow):  # the other mixture starts without a state
             return replace(state, schedule=None)

@@ -80,6 +80,11 @@ def missing_columns_error(missing: Sequence[str], schema: Mapping[str, str]) -> 
 
 def tokenize_hint(missing: Sequence[str], schema: Mapping[str, str]) -> str:
     """Return a hint to add Tokenize if "tokens" is missing and a column may hold text, else ""."""
+    if "tokens" in missing and {"chosen", "rejected"} <= schema.keys():
+        return (
+            "if 'chosen' and 'rejected' are preferences: ov.Pair() before ov.Tokenize(...) or "
+            "ov.Chat(...) in the source's transforms"
+        )
     if "tokens" in missing and (chats := chat_column(schema)):
         return (
             f"if {chats!r} holds conversations: ov.Chat('folder of a tokenizer', "

@@ -30,6 +30,7 @@ _HOME = {
     "token_losses": "overlord.torch.loss",
     "TokenMean": "overlord.torch.token_mean",
     "evaluate": "overlord.torch.token_mean",
+    "document_sums": "overlord.torch.by_document",
     "join": "overlord.torch.rendezvous",
     "BroadcastClient": "overlord.torch.broadcast_client",
     "TempBalance": "overlord.torch.temp_balance",
@@ -73,6 +74,7 @@ if TYPE_CHECKING:
     from overlord.torch import recipes as recipes
     from overlord.torch.activation_offload import offload as offload
     from overlord.torch.broadcast_client import BroadcastClient as BroadcastClient
+    from overlord.torch.by_document import document_sums as document_sums
     from overlord.torch.checkpoint import LoaderState as LoaderState
     from overlord.torch.checkpoint import load_state as load_state
     from overlord.torch.checkpoint import save_state as save_state

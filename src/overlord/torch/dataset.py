@@ -228,7 +228,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
                 self._taken = self._step()
             if (step := self._taken) is None:
                 return False
-            check_count(step, self._per_step())
+            check_count(step, self._per_step(step))
             self._same_plan(step)
             self._rest, self._out, self._skip, self._plan = (
                 deque(list(step)[self._skip :]),
@@ -239,12 +239,13 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             self._taken = None
         return True
 
-    def _per_step(self) -> int | None:
+    def _per_step(self, step: TensorStep) -> int | None:
         """Return the microbatches of a step; None if any number is accepted, as in evaluation."""
         if self.job is not None and self.job.evaluation:
             return None
         known: int | None = getattr(self._client, "microbatches_per_step", None)
-        return known if self.job is None else self.job.batch.microbatches
+        known = known if self.job is None else self.job.batch.microbatches
+        return step.expected_microbatches or known
 
     def _same_plan(self, step: TensorStep) -> None:
         """Raise ``StateMismatch`` if the delivered microbatches belong to another plan.
@@ -267,18 +268,28 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
     def __len__(self) -> int:
         """Return the number of items of the whole job; raise ``TypeError`` if it is unknown.
 
-        The number is known if ``until`` is a number and the stream of samples has no end. That of
-        an evaluation is known if the indexes of its sources have all lengths: it is planned once.
+        The number is known if ``until`` or the stages are a number of steps, and the stream of
+        samples has no end. That of an evaluation is known if the indexes of its sources have all
+        lengths: it is planned once.
         """
         if self.job is not None and self.job.evaluation:
             return self._pass_length(self.job)
-        if self.job is None or not isinstance(self.job.until, int) or not _endless(self.job):
+        end = None if self.job is None else self.job.end_step
+        if self.job is None or end is None or not _endless(self.job):
             raise TypeError(
-                "len(): expected a Job whose until is a number and which has a source without "
-                "epochs and max_tokens (with mixture=, only such sources), got a Job whose number "
+                "len(): expected a Job whose until or stages are a number of steps and which has a "
+                "source without epochs and max_tokens (with mixture=, only such sources), got a "
+                "Job whose number "
                 "of items is unknown; iterate without len()"
             )
-        return self.job.until * (self.job.batch.microbatches if self.microbatches else 1)
+        if not self.microbatches:
+            return end
+        parts = (*self.job.batches.parts, None)
+        ends = [end if part is None else min(part.first, end) for part in parts[1:]]
+        return sum(
+            (stop - min(part.first, end)) * part.batch.microbatches
+            for part, stop in zip(self.job.batches.parts, ends, strict=True)
+        )
 
     def _pass_length(self, job: Job) -> int:
         """Return the number of items of an evaluation."""
@@ -380,10 +391,9 @@ def _endless(job: Job) -> bool:
 
     With a mixture all sources must repeat, since the mixture may give some of them weight 0.
     """
-    repeats = [
-        is_endless(source) for source in job.sources if job.mixture is not None or source.weight > 0
-    ]
-    return all(repeats) if job.mixture is not None else any(repeats)
+    mixed = job.mixture is not None or any(stage.mixture is not None for stage in job.stages)
+    repeats = [is_endless(source) for source in job.sources if mixed or source.weight > 0]
+    return all(repeats) if mixed else any(repeats)
 
 
 def _join(job: Job, rank: int | None, options: Mapping[str, Any]) -> Any:

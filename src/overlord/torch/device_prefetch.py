@@ -164,7 +164,7 @@ class DevicePrefetcher:
         before = self.mark()
         for step in self:
             try:
-                check_count(step, self.microbatches_per_step)
+                check_count(step, step.expected_microbatches or self.microbatches_per_step)
             except PlanError:
                 self._put_back(step, before)
                 raise

@@ -13,8 +13,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from overlord.errors import JobError
+from overlord.torch.by_document import document_of_tokens, tokens_of_all
 from overlord.torch.microbatch_info import IGNORE
-from overlord.torch.tensor_step import TensorMicrobatch, as_tensor
+from overlord.torch.tensor_step import as_tensor
 
 CHUNK = 2048  # tokens; with a vocabulary of 128,000 the logits of a chunk are 1 GB in float32
 GRADIENTS = ("sum", "mean")
@@ -165,7 +166,7 @@ def source_losses(
 def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: int) -> torch.Tensor:
     """Return the sums of losses and the numbers of labelled tokens by source, [2, sources]."""
     flat = losses.detach().reshape(-1).double()
-    if positions is None and (whole := _tokens_of_all(mb)) > len(flat):
+    if positions is None and (whole := tokens_of_all(mb)) > len(flat):
         raise JobError(
             [
                 f"positions: expected those of a slice of {len(flat)} of {whole} tokens (context "
@@ -174,27 +175,10 @@ def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: i
             ],
             "source_losses",
         )
-    labels, ids, bounds = (
-        as_tensor(mb[key]).to(flat.device) for key in ("labels", "source_ids", "cu_seqlens_padded")
-    )
-    at = (
-        torch.arange(len(flat), device=flat.device)
-        if positions is None
-        else torch.as_tensor(positions, device=flat.device)
-    )
-    document = torch.searchsorted(bounds[1:].to(torch.int64), at.to(torch.int64), right=True)
+    labels, ids = (as_tensor(mb[key]).to(flat.device) for key in ("labels", "source_ids"))
+    document = document_of_tokens(mb, positions, len(flat), flat.device)
     weight = (labels.reshape(-1) != IGNORE).double()
     # The source of an empty microbatch is -1; its tokens have weight 0.
-    source = ids.to(torch.int64)[document.clamp(max=len(ids) - 1)].clamp(min=0)
+    source = ids.to(torch.int64)[document].clamp(min=0)
     into = torch.zeros(2, n, dtype=torch.float64, device=flat.device)
     return into.index_add_(1, source, torch.stack((torch.where(weight > 0, flat, 0.0), weight)))
-
-
-def _tokens_of_all(mb: Mapping[str, Any]) -> int:
-    """Return the tokens of the un-sliced microbatch; -1 if only the device has their number."""
-    if isinstance(mb, TensorMicrobatch):
-        return mb.facts.tokens
-    bounds = mb["cu_seqlens_padded"]
-    return (
-        -1 if isinstance(bounds, torch.Tensor) and bounds.device.type != "cpu" else int(bounds[-1])
-    )

@@ -227,10 +227,13 @@ class TensorStep:
     __slots__ = (
         "_microbatches",
         "encoder",
+        "expected_microbatches",
+        "global_samples",
         "global_valid_tokens",
         "plan_digest",
         "rank",
         "served_by",
+        "stage",
         "step",
     )
 
@@ -243,8 +246,11 @@ class TensorStep:
         self.step: int = about["step"]
         self.rank: int = about["rank"]
         self.global_valid_tokens: int | float = about["global_valid_tokens"]
+        self.global_samples: int = about["global_samples"]
         self.plan_digest: str = about["plan_digest"]
         self.served_by: int = about["served_by"]  # the rank that fetches for this one, or itself
+        self.stage: str | int | None = about["stage"]
+        self.expected_microbatches: int | None = about["expected_microbatches"]
         last = len(microbatches) - 1
         self._microbatches = tuple(
             mb.within(InStep(self.step, self.global_valid_tokens, m == last))
@@ -305,7 +311,16 @@ class TensorStep:
         )
 
 
-ABOUT = ("step", "rank", "global_valid_tokens", "plan_digest", "served_by")
+ABOUT = (
+    "step",
+    "rank",
+    "global_valid_tokens",
+    "global_samples",
+    "plan_digest",
+    "stage",
+    "expected_microbatches",
+    "served_by",
+)
 
 
 def about(step: Step) -> dict[str, Any]:
@@ -339,11 +354,8 @@ def detached_samples(microbatch: Mapping[str, Any]) -> Callable[[], list[Piece]]
     info = microbatch.info
     # The bytes of the real state are in the same memory as the arrays.
     info = replace(info, after=EncodedState(info.step + 1, np.zeros(0, np.uint8)))
-    kept = (
-        {"cu_seqlens_padded": np.array(microbatch["cu_seqlens_padded"])}
-        if "cu_seqlens_padded" in microbatch
-        else {}
-    )
+    names = ("cu_seqlens_padded", "group_ids", "cu_seqlens")
+    kept = {name: np.array(microbatch[name]) for name in names if name in microbatch}
     if "attention_mask" in microbatch:
         kept["attention_mask"] = np.zeros((0, 0), bool)  # the key marks the padded layout
     small = Microbatch(kept, info, np.arange(len(info)))

@@ -143,18 +143,23 @@ class Tokens:
     """Use token ids from a column of lists of whole numbers, of any numeric type.
 
     ``loss``: a column with a weight of at least 0 for every token. The loss of predicting a token
-    is multiplied by its weight; a token of weight 0 is no label. None: all weights are 1.
+    is multiplied by its weight; a token of weight 0 is no label. None: all weights are 1. After
+    ``Pair`` it may be two columns, for the chosen and the rejected response.
     """
 
     column: str = "tokens"
-    loss: str | None = field(default=None, kw_only=True)
+    loss: str | tuple[str, str] | None = field(default=None, kw_only=True)
     kind: ClassVar[str] = "tokens"
     user_code: ClassVar[bool] = False
     holds_lock: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         problems = column_problems("column", self.column)
-        problems += [] if self.loss is None else column_problems("loss", self.loss)
+        if isinstance(self.loss, (list, tuple)) and len(self.loss) == 2:
+            object.__setattr__(self, "loss", tuple(self.loss))
+            problems += [p for name in self.loss for p in column_problems("loss", name)]
+        elif self.loss is not None:
+            problems += column_problems("loss", self.loss)
         if not problems and self.loss == self.column:
             problems.append(f"loss: expected another column than the token ids, got {self.loss!r}")
         refuse("Tokens", problems)
@@ -163,7 +168,8 @@ class Tokens:
         return f"Tokens({self.column!r}{'' if self.loss is None else f', loss={self.loss!r}'})"
 
     def fingerprint(self) -> str:
-        return digest("tokens", self.column, *([] if self.loss is None else [self.loss]))
+        loss = [] if self.loss is None else [self.loss] if isinstance(self.loss, str) else self.loss
+        return digest("tokens", self.column, *loss)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

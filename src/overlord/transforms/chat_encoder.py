@@ -47,16 +47,22 @@ class ChatEncoder:
     content: str  # digest of the tokenizer and the templates
 
     def encode(
-        self, messages: Sequence[Any], tools: Sequence[Any] | None
+        self,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None,
+        first: Sequence[int] | None = None,
     ) -> tuple[Ragged, Ragged | None, Bad]:
         """Return the ids and loss weights of the good rows, and the reasons of the others.
 
-        The weights are None if all tokens have a loss.
+        The weights are None if all tokens have a loss. ``first``: the number of messages that begin
+        each row without a loss.
         """
         texts, spans, bad = [], [], Bad()
         for row, given in enumerate(messages):
             try:
-                text, found = self.render(given, None if tools is None else tools[row])
+                text, found = self.render(
+                    given, None if tools is None else tools[row], 0 if first is None else first[row]
+                )
             except (BadConversation, BadRendering, NoSpan) as fault:
                 bad[row] = f"{self.spec.messages}: {fault}"
             else:
@@ -66,8 +72,8 @@ class ChatEncoder:
         bad |= {texts[i][0]: f"{self.spec.messages}: {reason}" for i, reason in late.items()}
         return ids, weights, bad
 
-    def render(self, messages: Any, tools: Any = None) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and the spans with a loss.
+    def render(self, messages: Any, tools: Any = None, first: int = 0) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, and the spans with a loss from message ``first`` on.
 
         Raises BadConversation, BadRendering or NoSpan.
         """
@@ -77,7 +83,7 @@ class ChatEncoder:
         made, text = self._rendered_form(made)
         if not spec.has_weights:
             return plain(text), []
-        weights = self._weights(made)
+        weights = {n: w if n >= first else 0.0 for n, w in self._weights(made).items()}
         if not any(weights.values()):
             raise BadConversation("expected a message of the assistant with a loss, got none")
         return plain(text), self._spans(made, text, weights)

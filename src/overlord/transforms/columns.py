@@ -9,6 +9,7 @@ that it removes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -315,14 +316,14 @@ def _is_lists(kind: pa.DataType) -> bool:
     return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
 
 
-def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
-    """Return a column of numbers, or of lists of counts, and the rows that cannot be used.
+def read_meta(table: pa.Table, name: str, *, counts: bool = True) -> tuple[Column, Bad]:
+    """Return a column of numbers or of lists of numbers, and the rows that cannot be used.
 
-    Numbers in lists must not be negative.
+    With ``counts`` numbers in lists must not be negative.
     """
     array = column(table, name, "numbers")
     if is_mixed(array.type):
-        parts, order, bad = each_type(array, name, read_meta)
+        parts, order, bad = each_type(array, name, partial(read_meta, counts=counts))
         return take_rows(join_rows(parts), order), bad
     check_meta(table, name)
     if not _is_lists(array.type):
@@ -336,7 +337,8 @@ def read_meta(table: pa.Table, name: str) -> tuple[Column, Bad]:
     faults.append(
         (np.array(sorted(invalid), np.int64), "holds a number that is not finite, or beyond 2**53")
     )
-    faults.append((np.flatnonzero(values < 0), "holds a number below 0"))
+    if counts:
+        faults.append((np.flatnonzero(values < 0), "holds a number below 0"))
     add_faults(bad, name, offsets, faults)
     return Ragged(values, offsets), bad
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -88,6 +88,12 @@ class Encoders:
                 spec, encoder = self._texts[i]
                 check_content(encoder, spec, content, self._source)
 
+    def of(self, position: int) -> Encoder | ChatEncoder | None:
+        """Return the encoder of the transform at a position; None if it has no tokenizer."""
+        if position in self._chats:
+            return self._chats[position]
+        return self._texts[position][1] if position in self._texts else None
+
     def run(self, position: int, frame: RowFrame) -> None:
         """Put token ids into a frame, by the transform at a position. Bad rows are dropped."""
         if position in self._chats:
@@ -118,25 +124,46 @@ def _run_chat(frame: RowFrame, encoder: ChatEncoder) -> None:
     tools: list[Any] = [None] * len(messages)
     if isinstance(spec.tools, str):
         tools = column(frame.table, spec.tools, "tools").to_pylist()
-    try:
-        ids, weights, bad = encoder.encode(messages, tools)
-    except BaseException as fault:
-        if not _is_row_fault(fault):
-            raise
-        ids, weights, bad = _chat_each(encoder, messages, tools)
+    ids, weights, bad = _chats(encoder, messages, tools, None)
     frame.drop({i: f"{spec!r}: {reason}" for i, reason in bad.items()})
     frame.put(IDS, ids_column(ids))
     frame.table = put_weights(frame.table, weights)
 
 
-def _chat_each(
-    encoder: ChatEncoder, messages: list[Any], tools: list[Any]
+def encoded_chats(
+    encoder: ChatEncoder, messages: list[Any], tools: list[Any], first: list[int]
 ) -> tuple[Ragged, Ragged | None, Bad]:
+    """Return the ids and loss weights of all conversations, and the reasons of the bad ones.
+
+    A bad one is empty. ``first``: the number of messages that begin each without a loss.
+    """
+    ids, weights, bad = _chats(encoder, messages, tools, first)
+    good = np.array([i not in bad for i in range(len(messages))], bool)
+    return _spread(ids, good), None if weights is None else _spread(weights, good), bad
+
+
+def _spread(column: Ragged, good: np.ndarray) -> Ragged:
+    """Return a column with an empty row for each row that is not good."""
+    lengths = np.zeros(len(good), np.int64)
+    lengths[good] = column.lengths
+    return Ragged(column.compact().values, np.concatenate(([0], np.cumsum(lengths))))
+
+
+def _chats(
+    encoder: ChatEncoder, messages: list[Any], tools: list[Any], first: list[int] | None
+) -> tuple[Ragged, Ragged | None, Bad]:
+    """Return the ids and loss weights of the good conversations, and the reasons of the others."""
+    try:
+        return encoder.encode(messages, tools, first)
+    except BaseException as fault:
+        if not _is_row_fault(fault):
+            raise
     bad: Bad = {}
     ids, weights = [], []
     for i, (given, row_tools) in enumerate(zip(messages, tools, strict=True)):
         try:
-            row_ids, row_weights, row_bad = encoder.encode([given], [row_tools])
+            row_first = None if first is None else [first[i]]
+            row_ids, row_weights, row_bad = encoder.encode([given], [row_tools], row_first)
         except BaseException as fault:
             if not _is_row_fault(fault):
                 raise
@@ -147,6 +174,29 @@ def _chat_each(
         if row_bad:
             bad[i] = row_bad[0]
     return Ragged.concat(ids), Ragged.concat(weights) if encoder.spec.has_weights else None, bad
+
+
+def encoded_texts(encode: Callable[[list[str]], Ragged], texts: list[str]) -> tuple[Ragged, Bad]:
+    """Return the ids of all texts, and the reasons of those that cannot be encoded.
+
+    A text that cannot be encoded has no ids.
+    """
+    try:
+        return encode(texts), {}
+    except BaseException as fault:
+        if not _is_row_fault(fault):
+            raise
+    bad: Bad = {}
+    parts = []
+    for i, text in enumerate(texts):
+        try:
+            parts.append(encode([text]))
+        except BaseException as fault:
+            if not _is_row_fault(fault):
+                raise
+            bad[i] = f"could not be tokenized: {error_text(fault)}"
+    good = np.array([i not in bad for i in range(len(texts))], bool)
+    return _spread(Ragged.concat(parts), good), bad
 
 
 def _tokenize(frame: RowFrame, text: str, encoder: Encoder | FillInMiddleEncoder) -> None:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 
+from overlord.documents import LENGTHS, PROMPTS
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
 from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged
@@ -57,8 +58,11 @@ from overlord.transforms.columns import (
     unequal_items,
     unfit_rows,
 )
+from overlord.transforms.document_groups import GroupedIds, executed
 from overlord.transforms.encoders import KEY, Encoders, check_messages, check_tools
 from overlord.transforms.fill_in_middle import FillInMiddle, keys_of
+from overlord.transforms.grouped_rows import checks_of, run_grouped
+from overlord.transforms.grouped_samples import Limits, column_by_document, grouped_samples
 from overlord.transforms.image_rows import (
     ITEM,
     RANDOM_KEY,
@@ -120,14 +124,19 @@ class Pipeline:
         seed: int,
         context: int,
         on_long: str,
+        room: int | None = None,
         cuts: bool = False,
     ) -> None:
-        """Validate the transforms.
+        """Validate the transforms and load their tokenizers.
 
-        ``cuts``: samples will be cut into pieces, so their metadata has runs of equal loss weights.
+        ``context``: tokens of the longest document. ``room``: tokens of all documents of a sample,
+        with a reserve for their padding; None: ``context``. ``cuts``: samples will be cut into
+        pieces, so their metadata has runs of equal loss weights.
         """
-        self.source, self.transforms, self._cuts = source, tuple(transforms), cuts
+        self.source, self._given, self._cuts = source, tuple(transforms), cuts
+        self.transforms: tuple[Transform, ...] = executed(source, self._given)
         self.seed, self.context, self.on_long = seed, context, on_long
+        self.room = context if room is None else room
         code = [i for i, t in enumerate(self.transforms) if t.user_code]
         self._row_stage_start = code[-1] + 1 if code else 0
         self.holds_lock: bool = any(t.holds_lock for t in self.transforms)
@@ -140,10 +149,14 @@ class Pipeline:
         own = tuple(t.name for t in self.transforms if isinstance(t, Meta))
         names = own + (META if self._images else ())
         # Names of all metadata but ``tokens`` and ``bytes``.
+        grouped = [t for t in self.transforms if isinstance(t, GroupedIds)]
+        # Names of the metadata with a value for each document of a sample.
+        self.document_meta: tuple[str, ...] = grouped[0].meta if grouped else ()
+        self._columns_of_meta = names
+        names += self.document_meta
         weights = (LOSS_WEIGHTS, LOSS_RUNS) if cuts else (LOSS_WEIGHTS,)
         self._weighted = has_weights(self.transforms)
         self.meta_names = names + (weights if self._weighted else ())
-        self._columns_of_meta = names
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise TransformError(
                 source,
@@ -157,11 +170,9 @@ class Pipeline:
         self._running: dict[int, tuple[Transform, RowFrame, RowIds | None]] = {}
         # Schema of slices that the slice stage returns unchanged, once one was seen.
         self._unchanged_schema: pa.Schema | None = None
-        self._encoders = (
-            Encoders(source, self.transforms, context)
-            if any(isinstance(t, (Tokenize, Chat, FillInMiddle)) for t in self.transforms)
-            else None
-        )
+        kinds = (Tokenize, Chat, FillInMiddle)
+        some = any(isinstance(t, kinds) for t in self._given)
+        self._encoders = Encoders(source, self._given, context) if some else None
         # Bytes of one id in the metadata ``bytes``. The number is fixed for the source: in memory
         # an id may be wider, if its batch has rows of a file with wider ids.
         self._id_bytes = ID_BYTES if self._encoders is None else self._encoders.id_bytes
@@ -173,16 +184,17 @@ class Pipeline:
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (
             self.source,
-            self.transforms,
+            self._given,
             self.seed,
             self.context,
             self.on_long,
+            self.room,
             {} if self._encoders is None else self._encoders.contents,
             self._cuts,
         )
 
     def __repr__(self) -> str:
-        names, start = [repr(t) for t in self.transforms], self._row_stage_start
+        names, start = [repr(t) for t in self._given], self._row_stage_start
         first, rest = (" > ".join(part) or "nothing" for part in (names[:start], names[start:]))
         return f"Pipeline({self.source!r}: {first} | {rest})"
 
@@ -200,7 +212,7 @@ class Pipeline:
 
         Seed, context and on_long belong to the fingerprint of the job.
         """
-        return digest(*(t.fingerprint() for t in self.transforms))
+        return digest(*(t.fingerprint() for t in self._given))
 
     @property
     def has_slice_stage(self) -> bool:
@@ -283,6 +295,8 @@ class Pipeline:
         weights = weights_of(frame.table) if self._weighted else None
         if weights is not None:
             bad = unequal_weights(weights, lengths) | bad
+        if self.document_meta:
+            return self._grouped_block(frame, tokens, weights, bad)
         # The usual case: no row is removed or split.
         if not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context:
             whole = Pieces(
@@ -307,6 +321,33 @@ class Pipeline:
             keep = keep[lengths[keep] <= self.context]
         block = self._block(frame, split_rows(tokens, keep, self.context, self.on_long, weights))
         block.long, block.lost = frame.index[rows], lost
+        return block
+
+    def _grouped_block(
+        self, frame: RowFrame, tokens: Ragged, weights: Ragged | None, bad: Bad
+    ) -> Block:
+        """Return the block of rows of several documents; documents that are too long are cut."""
+        limits = Limits(self.context, self.room, self.on_long)
+        samples = grouped_samples(frame, tokens, weights, bad, limits)
+        row = samples.row
+        meta: dict[str, Column] = {
+            "tokens": samples.tokens.lengths,
+            "bytes": samples.tokens.lengths * self._id_bytes,
+        }
+        for name in self._columns_of_meta:
+            meta[name] = meta_rows(frame.table.column(HIDDEN + name), row, np.zeros_like(row))
+        meta |= {name: column_by_document(frame.table, name, row) for name in self.document_meta}
+        meta |= {LENGTHS: samples.lengths, PROMPTS: samples.prompts}
+        part = np.zeros(len(row), np.int32)
+        block = Block(frame.index[row], part, samples.tokens, meta, sorted(frame.bad))
+        block.long, block.lost = frame.index[samples.long], samples.lost
+        if samples.weights is not None:
+            starts = samples.tokens.offsets[0] + np.concatenate(
+                ([0], np.cumsum(samples.lengths.values))
+            )
+            sums = label_sums(samples.weights.values, starts[:-1])
+            meta[LOSS_WEIGHTS] = Ragged(sums, samples.lengths.offsets)
+            block.weights = Ragged(stored(samples.weights.values), samples.weights.offsets)
         return block
 
     def _block(self, frame: RowFrame, samples: Pieces) -> Block:
@@ -373,7 +414,10 @@ class Pipeline:
                 _drop_unfit(frame, t, name, check)
             if not frame.table.num_rows:
                 return
-        if isinstance(t, (Tokenize, Chat)):
+        if isinstance(t, GroupedIds):
+            encoder = None if self._encoders is None else self._encoders.of(position)
+            run_grouped(frame, t, encoder)
+        elif isinstance(t, (Tokenize, Chat)):
             assert self._encoders is not None
             self._encoders.run(position, frame)
         elif isinstance(t, Tokens):
@@ -432,7 +476,7 @@ class Pipeline:
             )
         else:
             made = run_whole(frame, t, t.fn, columns_per_row(self.source, t))
-        check_map(self.source, self.transforms, position, made)
+        check_map(self.source, self._given, position, made)
         if not frame.table.num_rows:
             return
         bad: Bad = {}
@@ -469,10 +513,13 @@ def _rebuild(
     seed: int,
     context: int,
     on_long: str,
+    room: int,
     contents: Mapping[int, str],
     cuts: bool,
 ) -> Pipeline:
-    pipeline = Pipeline(source, transforms, seed=seed, context=context, on_long=on_long, cuts=cuts)
+    pipeline = Pipeline(
+        source, transforms, seed=seed, context=context, on_long=on_long, room=room, cuts=cuts
+    )
     pipeline.check_tokenizers(contents)
     return pipeline
 
@@ -487,12 +534,14 @@ _CHECKS: dict[type, Check] = {
 
 def _checks_of(t: Transform) -> list[tuple[str, Check]]:
     """Return the columns that a transform reads, with the check of each."""
+    if isinstance(t, GroupedIds):
+        return checks_of(t)
     if isinstance(t, Chat):
         tools = [(t.tools, check_tools)] if isinstance(t.tools, str) else []
         return [(t.messages, check_messages), *tools]
     if (check := _CHECKS.get(type(t))) is None:
         return []
-    weights = t.loss if isinstance(t, Tokens) else None
+    weights = t.loss if isinstance(t, Tokens) else None  # of one column: Pair has two
     return [(name, check_weights if name == weights else check) for name in used_columns(t)]
 
 
@@ -531,6 +580,7 @@ def _use_ids(frame: RowFrame, t: Tokens) -> None:
         frame.put(IDS, frame.table.column(t.column))
     if t.loss is None:
         return
+    assert isinstance(t.loss, str), "two columns of weights belong to a Pair"
     weights, bad = read_weights(frame.table, t.loss)
     frame.table = put_weights(frame.table, weights)
     frame.drop(bad)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from overlord.errors import TransformError
 from overlord.transforms.base import Map, Meta, Select, Tokens, Transform
 from overlord.transforms.chat import Chat
+from overlord.transforms.document_groups import GroupedIds
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
 
@@ -14,7 +15,7 @@ from overlord.transforms.tokenize import Tokenize
 # Columns that the transforms of a source read, and combinations of transforms that cannot work.
 
 IDS = "tokens"  # the column of the ids after Tokenize or Tokens
-ID_TRANSFORMS = (Tokenize, Tokens, Chat)  # transforms that make token ids
+ID_TRANSFORMS = (Tokenize, Tokens, Chat, GroupedIds)  # transforms that make token ids
 NO_IDS = (
     "add Tokenize(...) or Tokens(column=...) to the transforms, or let the last Map return 'tokens'"
 )
@@ -67,8 +68,8 @@ def used_columns(t: Transform) -> tuple[str, ...]:
     if isinstance(t, Tokenize):
         return (t.text,)
     if isinstance(t, Tokens):
-        return (t.column,) if t.loss is None else (t.column, t.loss)
-    if isinstance(t, (Select, Images, Chat)):
+        return (t.column,) if t.loss is None else (t.column, *_names(t.loss))
+    if isinstance(t, (Select, Images, Chat, GroupedIds)):
         return t.columns
     return (t.value,) if isinstance(t, Meta) and isinstance(t.value, str) else ()
 
@@ -89,7 +90,8 @@ def lengths_suffice(transforms: Sequence[Transform]) -> bool:
 def has_weights(transforms: Sequence[Transform]) -> bool:
     """Return whether the samples have loss weights."""
     return any(
-        (isinstance(t, Tokens) and t.loss is not None) or (isinstance(t, Chat) and t.has_weights)
+        (isinstance(t, Tokens) and t.loss is not None)
+        or (isinstance(t, (Chat, GroupedIds)) and t.has_weights)
         for t in transforms
     )
 
@@ -134,7 +136,8 @@ def refused_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, 
                 f"{how_to_use(kept[0])}, or remove it from the Select",
             )
             raise TransformError(source, repr(t), problem, remedy)
-    if any(isinstance(t, (Tokenize, Chat, Map, Select)) for t in transforms) or weights:
+    encoded = [t.encode if isinstance(t, GroupedIds) else t for t in transforms]
+    if any(isinstance(t, (Tokenize, Chat, Map, Select)) for t in encoded) or weights:
         return ()
     read = {t.value for t in transforms if isinstance(t, Meta)}
     return tuple(name for name in LOSS if name not in read)
@@ -167,7 +170,13 @@ def how_to_use(name: str) -> str:
 
 
 def _loss_columns(transforms: Sequence[Transform]) -> set[str]:
-    return {t.loss for t in transforms if isinstance(t, Tokens) and t.loss is not None}
+    found = [_names(t.loss) for t in transforms if isinstance(t, Tokens) and t.loss is not None]
+    found += [t.loss for t in transforms if isinstance(t, GroupedIds)]
+    return {name for names in found for name in names}
+
+
+def _names(columns: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (columns,) if isinstance(columns, str) else columns
 
 
 def _later(transforms: Sequence[Transform], position: int, *kinds: type) -> bool:

@@ -108,6 +108,14 @@ class Encoder:
         """Return this encoder without ``bos`` and ``eos``."""
         return replace(self, bos=None, eos=None)
 
+    def begin_only(self) -> Encoder:
+        """Return this encoder without ``eos``, for the beginnings of documents."""
+        return replace(self, eos=None)
+
+    def end_only(self) -> Encoder:
+        """Return this encoder without ``bos``, for the ends of documents."""
+        return replace(self, bos=None)
+
     def encode(self, texts: list[str]) -> Ragged:
         """Return the ids of every text, with ``bos`` and ``eos``.
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from overlord import errors
 from overlord.checks import did_you_mean
+from overlord.documents import SampleDocuments
 from overlord.errors import FrameError
 from overlord.mesh import Batch, ClientPlaceTree
 from overlord.messages import control, data, launcher
@@ -453,7 +454,7 @@ OPENERS[ERROR] = _open_error
 __all__ = ["decode", "encode", "register"]
 
 _VALUES: tuple[type, ...] = (SampleId, Batch, Buffer, ClientPlaceTree, Assignment, LoadingPlan)
-for _cls in (*_VALUES, PlanTasks, TaskRules, TaskTable):
+for _cls in (*_VALUES, PlanTasks, TaskRules, TaskTable, SampleDocuments):
     register(_cls)
 for _module in (control, data, launcher):
     for _cls in vars(_module).values():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from overlord.planning.balance.balance import (
     place,
 )
 from overlord.planning.cost import CostFn, checked_costs, named, title_of, unit_of
+from overlord.planning.document_nodes import documents_of_buffer, lengths_of, sample_sizes, summed
 from overlord.planning.graph.edges import Edge, edges_of
 from overlord.planning.graph.lineage import (
     Binding,
@@ -255,7 +257,7 @@ class DGraph:
         ``memory``: a second such function, for the memory of each node in any unit;
         ``balance(memory_capacity=)`` bounds its sum in a microbatch. Ragged columns of samples are
         passed as they are (the costs of ``ov.cost`` sum over a sample's items), unless ``meta`` was
-        selected.
+        selected. The cost of a sample of several documents is the sum of their costs.
         """
         self._before("cost", "balance", self.placement)
         whole, n = len(self.sample) == len(self.buffer), len(self.sample)
@@ -268,10 +270,13 @@ class DGraph:
             **(ragged if whole else {name: c.take(self.sample) for name, c in ragged.items()}),
             **self.columns,
         }
+        lengths = None if self.items else lengths_of(self.buffer, self.sample)
         try:
             costs, held = (
-                checked_costs(fn, columns, n),
-                None if memory is None else checked_costs(memory, columns, n, "memory"),
+                summed(partial(checked_costs, fn), columns, lengths, n),
+                None
+                if memory is None
+                else summed(partial(checked_costs, memory, what="memory"), columns, lengths, n),
             )
         except PlanError as e:
             raise PlanError(e.problem, self.buffer.step, e.remedy) from None
@@ -494,6 +499,7 @@ class DGraph:
                 **{n: assignment_of(g, n, ends[n]) for n, g in modules.items()},
             },
             tasks=self.tasks,
+            documents=documents_of_buffer(b),
             extra={
                 "trail": list(self.trail),
                 "weights": dict(b.weights),
@@ -511,20 +517,13 @@ class DGraph:
     def sizes(self) -> np.ndarray:
         """Return the sizes of the nodes that count against the capacity: int64.
 
-        The size of a sample is its tokens with padding. That of an item is its value in the first
-        selected ragged column, such as its patches.
+        The size of a sample is its tokens with the padding of its documents. That of an item is its
+        value in the first selected ragged column, such as its patches.
         """
         if self.items:
             return next(iter(self.columns.values())).astype(np.int64)
-        tokens = self.buffer.column("tokens")
-        assert isinstance(tokens, np.ndarray)
-        if len(self.sample) < len(tokens):
-            tokens = tokens[self.sample]
-        if self.tasks is not None:
-            return self.tasks.lengths(tokens.astype(np.int64))
         multiple = self.buffer.batch.document_multiple(self.tree)
-        wide = tokens.astype(np.int64, copy=False)
-        return wide if multiple == 1 else -(-wide // multiple) * multiple
+        return sample_sizes(self.buffer, self.sample, multiple, self.tasks)
 
     def check_sizes(self, capacity: int) -> None:
         """Raise ``PlanError`` for a node larger than ``capacity``; 0: no limit."""

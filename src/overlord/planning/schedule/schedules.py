@@ -1,5 +1,7 @@
 """Schedules by step alone: constant, staged, linear, cosine, temperature.
 
+``staged`` and ``linear`` of numbers are ramps, for the size of a batch.
+
 Only the ratios of weights matter. A ramp goes from the shares of one mixture to those of another,
 so the sums of their weights do not matter either. At its ends, and beyond, the weights are exactly
 the given ones. Every argument that takes weights also takes another schedule.
@@ -13,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from overlord.batch_ramp import LinearRamp, StagedRamp
 from overlord.errors import JobError
 from overlord.planning import integer_math
 from overlord.planning.schedule.base import (
@@ -84,12 +87,15 @@ class Staged(Base):
         return Staged(tuple((first, bind(part, weights, rows)) for first, part in self.stages))
 
 
-def staged(stages: Mapping[int, Part]) -> Staged:
+def staged(stages: Mapping[int, Any]) -> Any:
     """Return a schedule with weights by step ranges; ``stages`` maps first steps to weights.
 
     Each entry is in force until the next one starts, as in
-    ``staged({0: {"web": 1}, 1000: {"web": 1, "code": 1}})``. An entry for step 0 is required.
+    ``staged({0: {"web": 1}, 1000: {"web": 1, "code": 1}})``. An entry for step 0 is required. With
+    whole numbers instead of weights, return a ramp for ``Batch.samples`` or ``Batch.tokens``.
     """
+    if isinstance(stages, Mapping) and stages and all(map(is_real, stages.values())):
+        return StagedRamp(stages)
     return Staged(stages)
 
 
@@ -160,11 +166,18 @@ def _between(first: Mapping[str, float], last: Mapping[str, float], t: float) ->
     return out
 
 
-def linear(start: Part, end: Part, steps: int, begin: int = 0) -> Linear:
+def linear(start: Any, end: Any, steps: int, begin: int = 0, *, multiple: int = 1) -> Any:
     """Return a ramp from ``start`` to ``end`` in equal steps, from step ``begin`` on.
 
-    It ends at step ``begin + steps``.
+    It ends at step ``begin + steps``. With whole numbers instead of weights, the ramp is for
+    ``Batch.samples`` or ``Batch.tokens``. Its numbers are rounded down to a multiple of
+    ``multiple``, of which ``start`` and ``end`` are multiples too.
     """
+    if is_real(start) and is_real(end):
+        return LinearRamp(start, end, steps, begin, multiple)
+    if multiple != 1:
+        problem = f"multiple: expected 1 for a ramp of weights, got {multiple!r}; leave it out"
+        raise JobError([problem], "schedule.linear")
     return Linear(start, end, steps, begin)
 
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from overlord.constructor.sample_documents import NO_GROUP
+from overlord.errors import JobError
 from overlord.torch.adapters.labels import converted, need, refuse_weights
-from overlord.torch.microbatch_info import UNSHIFTED
+from overlord.torch.microbatch_info import IGNORE, UNSHIFTED
 from overlord.torch.tensor_step import as_tensor
 
 # Key of the vision models -> key of a microbatch.
 IMAGE_KEYS = {"pixel_values": "pixel_values", "image_grid_thw": "grid_thw"}
+GROUPED = ("group_ids", "roles", "prompt_lengths")  # keys of samples of several documents
 
 
 def flattened(
@@ -92,6 +95,42 @@ def padded(
         "position_ids": "position_ids",
     }
     return {name: as_tensor(mb[key]) for name, key in named.items()} | {"labels": labels}
+
+
+def preference(mb: Mapping[str, Any], *, given: str | None = None) -> dict[str, torch.Tensor]:
+    """Return the pairs of a microbatch as rows, in the form of TRL's preference collator.
+
+    Row i of the first half is a chosen response with its prompt, row i of the second half the
+    rejected one. The keys are ``input_ids``, ``attention_mask`` and ``completion_mask``, padded at
+    the end to the longest document, and the values of ``Pair(values=)``, row by row. ``given``: the
+    job's ``Batch.labels``; None: detect the convention from the labels. Raise ``JobError`` for
+    samples that are not pairs.
+    """
+    keys = ("tokens", "labels", "loss_mask", "cu_seqlens", "cu_seqlens_padded", *GROUPED)
+    facts = need(mb, keys, "huggingface.preference", padded=True)
+    refuse_weights(facts, "huggingface.preference")
+    labels, _ = converted(mb, UNSHIFTED, given)
+    lengths, bounds, roles = (
+        as_tensor(mb[key]).to(torch.int64) for key in ("cu_seqlens", "cu_seqlens_padded", "roles")
+    )
+    number = torch.arange(len(roles), device=roles.device)
+    empty = len(roles) == 1 and int(as_tensor(mb["group_ids"])[0]) == NO_GROUP
+    number = number[:0] if empty else number
+    if len(number) % 2 or not torch.equal(roles[: len(number)], number % 2):
+        problem = "expected pairs, got samples with other documents; use a job of Pair sources"
+        raise JobError([problem], "huggingface.preference")
+    order = torch.cat((number[::2], number[1::2]))
+    size = lengths.diff()[order]
+    place = torch.arange(int(size.max()) if len(size) else 0, device=roles.device)
+    mask = place < size[:, None]
+    at = torch.where(mask, bounds[order][:, None] + place, 0)
+    made = {
+        "input_ids": torch.where(mask, as_tensor(mb["tokens"]).reshape(-1)[at], 0),
+        "attention_mask": mask.to(torch.int64),
+        "completion_mask": (mask & (labels.reshape(-1)[at] != IGNORE)).to(torch.int64),
+    }
+    others = {*keys, "position_ids", "attention_mask", "source_ids", "max_seqlen"}
+    return made | {key: as_tensor(mb[key])[order] for key in mb if key not in others}
 
 
 def documents(bounds: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -23,9 +23,9 @@ def packed(
 
     Bounds are those of whole documents. With ``cp_ranks`` the microbatch has pieces, and the dict
     has ``local_cp_size``, by which Megatron finds the group of the ring. ``dynamic``: it always has
-    this key. ``given``: the job's ``Batch.labels``; None: that of the microbatch. Raise
-    ``JobError`` for a ring without a group (an aligned block of 2^i ranks), and for documents
-    without equal chunks.
+    this key. Samples of several documents add the keys that group them. ``given``: the job's
+    ``Batch.labels``; None: that of the microbatch. Raise ``JobError`` for a ring without a group
+    (an aligned block of 2^i ranks), and for documents without equal chunks.
     """
     if dynamic or "cp_ranks" in mb:
         has_keys(mb, ("cu_seqlens_padded",), adapter)
@@ -46,7 +46,8 @@ def packed(
     if "labels" in mb:
         has_keys(mb, ("loss_mask",), adapter)
         made["labels"], made["loss_mask"] = converted(mb, SHIFTED, given)
-    return made
+    grouped = ("group_ids", "roles", "prompt_lengths")
+    return made | {key: as_tensor(mb[key]) for key in grouped if key in mb}
 
 
 def _lengths(mb: Mapping[str, Any]) -> np.ndarray:
