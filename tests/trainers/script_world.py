@@ -9,6 +9,7 @@ subclass that records the items it delivers, balances by another strategy, and k
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -33,7 +34,7 @@ from overlord.torch.tensor_step import TensorStep
 
 VOCABULARY = 97
 KILL_AT = 5  # the step at which every rank is killed; scripts save after steps 2, 5, 8, ...
-LIMIT_S = 120.0
+LIMIT_S = 400.0
 
 
 @dataclass(frozen=True)
@@ -144,9 +145,9 @@ def digest_of(item: Any) -> str:
 
 
 def run_script(source: str, page: Path) -> None:
-    """Execute a script as ``__main__`` with a recording loader, in float64."""
+    """Execute a script as ``__main__`` with a recording loader, in float64 by default."""
     overlord.torch.loader.Loader = RecordingLoader  # type: ignore[misc]
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(getattr(torch, os.environ.get("TRAINERS_DTYPE", "float64")))
     torch.set_num_threads(1)
     scope = {"__name__": "__main__", "__file__": str(page)}
     exec(compile(source, str(page), "exec"), scope)
@@ -166,6 +167,7 @@ def _fork(source: str, page: Path, run: Run, rank: int, port: int, folder: Path)
         log = os.open(folder / f"{run.name}-{rank}.log", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        faulthandler.dump_traceback_later(LIMIT_S - 10.0)
         run_script(source, page)
         code = 0
     except SystemExit as exit_:

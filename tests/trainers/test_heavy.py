@@ -31,6 +31,15 @@ def test_megatron(tmp_path: Path) -> None:
     run_page("megatron.md", tmp_path, worlds=(8,), loaded=("tests.trainers.megatron_on_cpu",))
 
 
+@needs("deepspeed")
+def test_deepspeed(tmp_path: Path) -> None:
+    """It reduces no gradients of float64."""
+    loaded = ("tests.trainers.deepspeed_on_cpu",)
+    run_page("deepspeed.md", tmp_path, loaded=loaded, dtype="float32")
+
+
 @needs("torchtitan")
 def test_torchtitan(tmp_path: Path) -> None:
-    run_page("torchtitan.md", tmp_path, loaded=("tests.trainers.torchtitan_on_cpu",))
+    """Its first weights depend on the number of ranks."""
+    loaded = ("tests.trainers.torchtitan_on_cpu",)
+    run_page("torchtitan.md", tmp_path, loaded=loaded, one_start=False)

@@ -14,11 +14,13 @@ from tests.internals import Seam
 
 ROOT = Path(__file__).resolve().parents[2]
 ACCESSORS = ROOT / "tests/internals.py"
-# Names of Python, torch, Ray and Accelerate, and the methods of every named tuple.
+# Names of Python, torch, torchtitan, Ray and Accelerate, and the methods of every named tuple.
 OTHERS = {
+    "_compiled_flex_attn",
     "_create_node_with_resources_and_labels",
     "_dynamo",
     "_exit",
+    "_get_available_device_type",
     "_global_node",
     "_is_gil_enabled",
     "_make",
@@ -28,6 +30,7 @@ OTHERS = {
     "_run_exitfuncs",
     "_shutdown_workers",
     "_sleep",
+    "_utils",
 }
 # This table may only shrink. Functions are imported by name to be tested alone; classes are those
 # that the simulation and the dry run replace a part of.

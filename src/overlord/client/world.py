@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from overlord.errors import JobError
@@ -60,8 +61,9 @@ def refuse_partial_mesh(client: Any, where: str) -> None:
     ``client``: a client, or an object with a ``client``, as a ``DevicePrefetcher``.
     """
     client = getattr(client, "client", client)
-    size, missing = getattr(client, "world_size", None) or 1, ()
+    size = getattr(client, "world_size", None) or 1
     here = world_here(where)
+    missing: Sequence[int] = ()
     if here is not None and 1 < size != here.size:
         got = f"a client of rank {client.rank} of a mesh of {size}"
         problem = f"expected a mesh of the {here.size} ranks of {here.named}, got {got}"

@@ -105,6 +105,11 @@ class PlannerSpec:
     def names(self) -> tuple[str, ...]:
         return tuple(s.name for s in self.sources)
 
+    @property
+    def budgeted(self) -> bool:
+        """Whether a source has a budget of tokens."""
+        return any(source.max_tokens is not None for source in self.sources)
+
     def batch_at(self, step: int) -> Batch:
         """Return the batch of a step."""
         return self.batch if self.batches is None else self.batches.at(step)

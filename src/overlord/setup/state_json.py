@@ -205,9 +205,7 @@ def code_text(function: Any) -> str:
 STATE_VERSION = 1
 OTHER_VERSION = "resume it with the version of Overlord that saved it"
 NOT_A_STATE = "pass the result of state_dict(), or a file that `overlord run --save` wrote"
-DATASET_STATE = (
-    "it is the state of a Dataset or StatefulLoader: load it there, or json.loads its 'stream'"
-)
+DATASET_STATE = "it is the state of a Loader: load it there, or json.loads its 'stream'"
 
 
 def state_to_json(

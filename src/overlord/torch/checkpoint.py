@@ -24,7 +24,7 @@ class LoaderState:
     """A ``Stateful`` for ``torch.distributed.checkpoint``.
 
     ``dcp.save({"model": ..., "loader": ot.LoaderState(client)}, ...)``. ``loader``: an object with
-    ``state_dict`` and ``load_state_dict``: a client, a ``DevicePrefetcher``, a ``StatefulLoader``.
+    ``state_dict`` and ``load_state_dict``: a client, a ``DevicePrefetcher``, a ``Loader``.
     ``allow``: passed to its ``load_state_dict``. The state is one JSON string: DCP stores it once
     for all ranks, whatever its length, and loads it on each.
     """

@@ -20,7 +20,7 @@ from overlord.client.caller_check import (
 )
 from overlord.client.microbatch_count import check_count
 from overlord.client.world import process_groups, refuse_partial_mesh
-from overlord.errors import JobError, StateMismatch
+from overlord.errors import JobError, OverlordError, StateMismatch
 from overlord.job.budgets import is_endless
 from overlord.job.job import Job
 from overlord.session.pass_length import PassLength, pass_length
@@ -98,6 +98,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         self._first: State | None = (
             self._client.state_dict() if self.rewind and self._client is not None else None
         )
+        self._no_start: OverlordError | None = None  # why the start has no state
         self._pending: Position | None = None  # a state that was loaded before there was a client
         self._allow: tuple[str, ...] = ()
         self._loaded = False  # a state was loaded, from which the next pass continues
@@ -349,7 +350,10 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
     def _load(self) -> None:
         pending, self._pending = self._pending, None
         assert pending is not None
-        if (stream := pending.stream() or self._first) is not None:
+        stream = pending.stream() or self._first
+        if stream is None and self._no_start is not None:
+            raise self._no_start
+        if stream is not None:
             self._client.load_state_dict(stream, self._allow)
         self._rest.clear()
         self._taken, self._out, self._skip, self._plan = None, 0, pending.microbatches, pending.plan
@@ -363,9 +367,24 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
             assert self.job is not None
             client = _join(self.job, self._rank, self._options)
             self._client = self._wrap(client) if self._wrap else client
-            self._first = self._client.state_dict()
+            self._note_start()
         if self._pending is not None:
             self._load()
+
+    def _note_start(self) -> None:
+        """Export the state of the start, for a later pass or a state of the start.
+
+        A rank that loads a state rewinds the session, and others cannot export the start any more.
+        Passes need it, so ranks wait for each other. Without passes a rank can do without.
+        """
+        try:
+            self._first = self._client.state_dict()
+        except OverlordError as fault:
+            if self.rewind or self._pending is None:
+                raise
+            self._no_start = fault
+        if self.rewind and self._pending is not None:
+            wait_for_all(self._mesh_size(), self._options)
 
     def close(self) -> None:
         """Close the client, and with it a session that was launched here."""

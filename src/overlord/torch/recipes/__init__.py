@@ -12,6 +12,7 @@ from types import ModuleType
 __all__ = [
     "accelerate",
     "ddp",
+    "deepspeed",
     "fsdp2",
     "huggingface",
     "lightning",

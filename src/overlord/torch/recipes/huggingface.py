@@ -16,6 +16,7 @@ from overlord.errors import JobError
 from overlord.job.job import Job
 from overlord.torch.adapters import huggingface
 from overlord.torch.loader import Loader
+from overlord.torch.recipes.step_shape import fixed_microbatches
 from overlord.torch.token_mean import evaluate
 
 
@@ -37,8 +38,8 @@ def use(
     """
     _check(trainer, job)
     trainer.args.ignore_data_skip = True  # the position is loaded, so nothing is left to skip
-    if trainer.args.max_steps <= 0 and isinstance(job.until, int):
-        trainer.args.max_steps = job.until
+    if trainer.args.max_steps <= 0 and job.end_step is not None:
+        trainer.args.max_steps = job.end_step
     with ExitStack() as stack:
         loader = stack.enter_context(
             Loader(job, microbatches=True, transform=transform, **launch_options)
@@ -124,7 +125,7 @@ class _TokenWeightedEvaluation:
 
 def _check(trainer: Any, job: Job) -> None:
     """Raise ``JobError`` with all settings of a trainer that would train on wrong losses."""
-    args, wanted, wrong = trainer.args, job.batch.microbatches, []
+    args, wanted, wrong = trainer.args, fixed_microbatches(job, "huggingface"), []
     if args.gradient_accumulation_steps != wanted:
         wrong.append(
             f"gradient_accumulation_steps: expected {wanted}, the Batch.microbatches of the job, "

@@ -18,6 +18,9 @@ from overlord.errors import JobError
 from overlord.torch.adapters.labels import refuse_weights
 from overlord.torch.adapters.megatron import get_batch
 from overlord.torch.loader import Loader
+from overlord.torch.recipes.checkpoint import last_step, read, write
+
+ALL = "complete"  # the file that is written when all ranks have written
 
 
 def forward_step(iterator: Iterator[Any], model: Any) -> tuple[torch.Tensor, Any]:
@@ -66,6 +69,18 @@ def train_step(model: Any, iterator: Iterator[Any], microbatches: int) -> float:
     return _mean(_run(model, iterator, microbatches, forward_only=False))
 
 
+def optimizer_step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Step an optimizer of torch on the gradients of Megatron's ``DistributedDataParallel``.
+
+    Gradients are released afterwards: backward would add to them, and Megatron once more. Its own
+    optimizers do this themselves.
+    """
+    for parameter in model.parameters():
+        parameter.grad = parameter.main_grad
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
 def evaluate(model: Any, loader: Loader) -> float:
     """Return the mean loss of the tokens of one pass over an evaluation, over all ranks."""
     found: list[torch.Tensor] = []
@@ -108,25 +123,17 @@ def save(
 
     Every rank calls it. ``load`` reads the last step that all ranks have written.
     """
-    dist, base = process_groups(), Path(folder)
-    rank, parts = dist.get_rank(), {"model": model, "optimizer": optimizer, "data": loader}
-    (base / str(step)).mkdir(parents=True, exist_ok=True)
-    states = {name: part.state_dict() for name, part in parts.items()}
-    torch.save(states, base / str(step) / f"{rank}.pt")
+    dist, base = process_groups(), Path(folder) / str(step)
+    write(base / str(dist.get_rank()), model, optimizer, loader, no_dist=True)
     dist.barrier()
-    if rank == 0:
-        (base / ".latest").write_text(str(step))
-        os.replace(base / ".latest", base / "latest")
+    if dist.get_rank() == 0:
+        (base / ALL).touch()
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any, loader: Any) -> int:
     """Load the last checkpoint of ``save`` on the same mesh; return the next step, or 0."""
-    base = Path(folder)
-    if not (base / "latest").exists():
+    if (step := last_step(folder, ALL)) is None:
         return 0
-    step, rank = int((base / "latest").read_text()), process_groups().get_rank()
-    saved = torch.load(base / str(step) / f"{rank}.pt", map_location="cpu", weights_only=False)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    loader.load_state_dict(saved["data"])
+    part = Path(folder) / str(step) / str(process_groups().get_rank())
+    read(part, model, optimizer, loader, no_dist=True)
     return step + 1

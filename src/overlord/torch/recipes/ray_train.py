@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
-import ray.train
-
-from overlord.torch.recipes import ddp
-
-FILE = "checkpoint.pt"
+from overlord.torch.recipes.checkpoint import read, write
 
 
 def report(metrics: Mapping[str, Any], model: Any, optimizer: Any, loader: Any) -> None:
     """Report metrics with a checkpoint of model, optimizer and position; every rank calls it.
 
-    Rank 0 writes the checkpoint: the position is the same on every rank.
+    Each rank writes its part in its own folder, and Ray merges them into one checkpoint.
     """
-    first = ray.train.get_context().get_world_rank() == 0
+    train = import_module("ray.train")
     with tempfile.TemporaryDirectory() as folder:
-        ddp.save(os.path.join(folder, FILE), model, optimizer, loader)
-        checkpoint = ray.train.Checkpoint.from_directory(folder) if first else None
-        ray.train.report(dict(metrics), checkpoint=checkpoint)
+        write(folder, model, optimizer, loader)
+        train.report(dict(metrics), checkpoint=train.Checkpoint.from_directory(folder))
 
 
 def restore(model: Any, optimizer: Any, loader: Any) -> bool:
@@ -31,8 +26,9 @@ def restore(model: Any, optimizer: Any, loader: Any) -> bool:
 
     The number of workers may differ from the saved one.
     """
-    last = ray.train.get_checkpoint()
+    last = import_module("ray.train").get_checkpoint()
     if last is None:
         return False
     with last.as_directory() as folder:
-        return ddp.load(os.path.join(folder, FILE), model, optimizer, loader)
+        read(folder, model, optimizer, loader)
+    return True

@@ -13,6 +13,7 @@ from overlord.errors import JobError
 from overlord.job.job import Job
 from overlord.torch.adapters import torchtitan
 from overlord.torch.loader import Loader
+from overlord.torch.recipes.step_shape import fixed_microbatches
 
 
 def use(config: Any, job: Job, evaluation: Job | None = None, **launch_options: Any) -> Any:
@@ -23,11 +24,11 @@ def use(config: Any, job: Job, evaluation: Job | None = None, **launch_options: 
     """
     ranks = job.place.dp
     config.dataloader = JobDataLoader.Config(job=job, options=launch_options)
-    config.training.seq_len = job.batch.context
+    config.training.seq_len = max(part.batch.context for part in job.batches.parts)
     config.training.local_batch_size = 1  # one microbatch, [1, tokens]
-    config.training.global_batch_size = ranks * job.batch.microbatches
-    if isinstance(job.until, int):
-        config.training.steps = job.until
+    config.training.global_batch_size = ranks * fixed_microbatches(job, "torchtitan")
+    if job.end_step is not None:
+        config.training.steps = job.end_step
     if evaluation is not None:
         config.validator.enable, config.validator.steps = True, -1  # a whole pass, on all ranks
         config.validator.dataloader = JobDataLoader.Config(job=evaluation, options=launch_options)

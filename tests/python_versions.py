@@ -1,0 +1,100 @@
+"""Run the suite without torch with other versions of Python, and write the table of docs/versions.md.
+
+    python -m tests.python_versions [--envs FOLDER] PYTHON ...
+
+``PYTHON`` is an interpreter, such as ``python3.12``. Each has a virtual environment of its own,
+which is kept. Tests of torch are left out: the CPU build of torch that the suite pins is for one
+version of Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import date
+from pathlib import Path
+
+from tests.ray_versions import requirements, told
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "versions.md"
+ENVS = ROOT / "build" / "python-versions"
+FOLDERS = ("tests/unit", "tests/properties")
+# Checks of the repository itself, which need its tools or its git.
+LEFT_OUT = ("--ignore=tests/unit/test_docs.py", "--ignore=tests/unit/test_package.py")
+RAY = "2.60.0"
+LIMIT_S = 7200.0
+BEGIN, END = "<!-- Python: written by make python-versions -->", "<!-- end of Python -->"
+HEAD = "| Python | tested on | unit tests and properties |\n|---|---|---|"
+ROW = re.compile(r"^\| (\d+\.\d+\.\d+) \|.*\|$", re.MULTILINE)
+
+
+def environment(envs: Path, python: str) -> tuple[Path, str]:
+    """Build the environment of an interpreter; return its Python and its version."""
+    code = "import platform; print(platform.python_version())"
+    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    version = found.stdout.strip()
+    folder, wanted = envs / version, "\n".join(requirements(RAY))
+    own, mark = folder / "bin" / "python", folder / ".requirements"
+    if not mark.exists() or mark.read_text() != wanted:
+        if not own.exists():
+            subprocess.run([python, "-m", "venv", str(folder)], check=True)
+        subprocess.run([str(own), "-m", "pip", "install", "-q", *wanted.split("\n")], check=True)
+        mark.write_text(wanted)
+    return own, version
+
+
+def tested(envs: Path, python: str) -> tuple[str, str]:
+    """Test one interpreter; return its version and its row."""
+    own, version = environment(envs, python)
+    settings = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "OVERLORD_CACHE": str(ROOT / "build" / "cache"),
+    }
+    command = [str(own), "-m", "pytest", "-q", "-n", "2", *FOLDERS, *LEFT_OUT]
+    done = subprocess.run(
+        command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    (envs / f"{version}.log").write_text(done.stdout + done.stderr)
+    last = [line for line in done.stdout.splitlines() if line.strip()][-1]
+    row = f"| {version} | {date.today().isoformat()} | {told(done.returncode, last)} |"
+    return version, row
+
+
+def known(page: str) -> dict[str, str]:
+    """Return the rows of a page by version."""
+    block = page[page.index(BEGIN) : page.index(END)]
+    return {found[1]: found[0] for found in ROW.finditer(block)}
+
+
+def written(page: str, rows: Mapping[str, str]) -> str:
+    """Return the page with this table."""
+    ordered = sorted(rows, key=lambda version: [int(part) for part in version.split(".")])
+    table = "\n".join([BEGIN, HEAD, *(rows[version] for version in ordered), END])
+    return page[: page.index(BEGIN)] + table + page[page.index(END) + len(END) :]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pythons", nargs="+")
+    parser.add_argument("--envs", type=Path, default=ENVS)
+    args, failed = parser.parse_args(), False
+    args.envs.mkdir(parents=True, exist_ok=True)
+    for python in args.pythons:
+        version, row = tested(args.envs, python)
+        print(row, flush=True)
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(written(page, {**known(page), version: row}), encoding="utf-8")
+        failed = failed or "failed" in row or "error" in row or "exit code" in row
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
