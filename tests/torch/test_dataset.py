@@ -175,7 +175,7 @@ def test_the_length_is_known_where_the_job_says_how_many_steps(tmp_path: Path):
     )
     for other in (text_job(tmp_path, until="all"), ending(text_job(tmp_path, until=8))):
         with pytest.raises(
-            TypeError, match=r"until is a number and which has a source with epochs=None"
+            TypeError, match=r"number of steps and which has a source without epochs and max_tokens"
         ):
             len(ot.Dataset(other))
 
