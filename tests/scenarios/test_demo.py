@@ -16,13 +16,13 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import overlord as ov
-from overlord.cli.inspect_job import inspect_job
 from overlord.cli.main import cli
 from overlord.demo.corpus import Shape, later_mixture, make_corpus, make_job
 from overlord.demo.formats import DemoFormats
 from overlord.demo.report import mix_rows, placing_rows, report, tiles
 from overlord.demo.result import DemoResult
 from overlord.demo.run import run_demo
+from overlord.observe.source_inspection import inspect_job
 from overlord.planning.strategies import DENSE_12B
 from tests.unit.test_report import parse
 

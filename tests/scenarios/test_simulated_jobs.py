@@ -105,7 +105,7 @@ def test_a_job_with_photographs_is_simulated_from_any_working_directory(tmp_path
         "64",
         "--tp",
         "2",
-        "--json",
+        "--save",
         "out.json",
     ]
     done = subprocess.run(

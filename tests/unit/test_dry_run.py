@@ -173,7 +173,7 @@ def test_the_command_shows_and_writes_what_it_found(
             "32,64",
             "--cp",
             "2",
-            "--json",
+            "--save",
             str(tmp_path / "out.json"),
         ],
         env={"COLUMNS": "200"},

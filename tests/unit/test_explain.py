@@ -443,10 +443,14 @@ def test_a_sample_is_found_without_running_the_job(tmp_path: Path) -> None:
         sample = plan.sample_id(5)
         found = find_sample(made, sample, within=100)
         assert (found.status, found.step, found.position) == ("placed", plan.step, 5)
-    heard: list[int] = []
-    assert find_sample(made, sample, within=1, progress=heard.append).status in ("ahead", "placed")
+    heard: list[tuple[str, float]] = []
+
+    def hear(what: str, done: float, total: float | None) -> None:
+        heard.append((what, done))
+
+    assert find_sample(made, sample, within=1, progress=hear).status in ("ahead", "placed")
     assert heard
-    assert max(heard) <= 1
+    assert max(done for what, done in heard if what == "searched steps") <= 1
 
 
 def test_the_search_ends_when_the_stream_has_passed_the_row() -> None:

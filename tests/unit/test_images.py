@@ -16,8 +16,8 @@ import pyarrow as pa
 import pytest
 
 import overlord as ov
-from overlord.cli.inspect_job import inspect_job
 from overlord.errors import JobError, TransformError
+from overlord.observe.source_inspection import inspect_job
 from overlord.sample import Ragged
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
 from overlord.transforms.image_items import (

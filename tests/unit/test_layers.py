@@ -40,6 +40,8 @@ LAYERS: dict[str, str | None] = {
     "dryrun": None,
     "jobfile": None,
     "torch": None,
+    "preview": None,
+    "discovery": None,
     "facade": None,
     "drill": None,
     "demo": None,

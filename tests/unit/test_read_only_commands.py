@@ -21,11 +21,13 @@ from overlord.setup.prepared_job import PreparedJob
 from tests.properties.test_fleet import LIKELY
 from tests.unit.test_cli import job_file, overlord, step_lines
 
-WRITES = {"demo", "drill", "run", "serve", "stop"}  # commands that launch or end a job
+WRITES = {"demo", "drill", "init", "run", "serve", "stop"}  # they launch or end a job, or make one
 ELSEWHERE = {"spectra", "status"}  # a checkpoint or a Ray cluster: without a job file
 LOOKS: dict[str, tuple[str, ...]] = {
     "plan": ("plan", "JOB", "--step", "3"),
     "plan what-if": ("plan", "JOB", "--step", "3", "--place", "dp=4", "--strategy", "vanilla"),
+    "preview a source": ("preview", "JOB", "--source", "code"),
+    "preview a step": ("preview", "JOB", "--step", "2"),
     "explain a step": ("explain", "JOB", "--step", "2"),
     "explain a sample": ("explain", "JOB", "--sample", "web/e0/f0/r3"),
     "inspect": ("inspect", "JOB"),

@@ -286,7 +286,7 @@ def test_a_prediction_continues_a_journal(tmp_path: Path) -> None:
     [
         ((), "expected --step N or --until-end"),
         (("--step", "1", "--until-end"), "expected --step N or --until-end"),
-        (("--step", "1", "--json"), "expected --exact and --json with --until-end"),
+        (("--step", "1", "--exact"), "expected --exact with --until-end"),
         (("--until-end", "--place", "dp=2"), "and other options with --step"),
     ],
 )

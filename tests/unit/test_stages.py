@@ -435,7 +435,7 @@ def test_stages_with_samples_of_several_documents_need_one_limit_for_all() -> No
 def test_the_strategy_even_needs_multiples_in_every_stage_and_ramp() -> None:
     ramp = ov.schedule.linear(8, 16, steps=4, multiple=2)
     source, place = ov.Source("web", "w.jsonl"), ov.Mesh(dp=4)
-    with pytest.raises(ov.JobError, match="multiple of 4 .* with strategy 'even'"):
+    with pytest.raises(ov.JobError, match=r"multiple of 4 .* with strategy 'even'"):
         ov.Job(
             name="j",
             sources=[source],
@@ -444,7 +444,7 @@ def test_the_strategy_even_needs_multiples_in_every_stage_and_ramp() -> None:
             strategy="even",
         )
     stages = [ov.Stage(2), ov.Stage(None, batch=ov.Batch(samples=6, context=64))]
-    with pytest.raises(ov.JobError, match="multiple of 4 .* got 6"):
+    with pytest.raises(ov.JobError, match=r"multiple of 4 .* got 6"):
         ov.Job(
             name="j",
             sources=[source],

@@ -14,6 +14,8 @@ import click
 
 from overlord.checks import describe_error
 from overlord.errors import JobError, OverlordError
+from overlord.observe.terminal_text import printable
+from overlord.uris import is_uri
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,6 +87,12 @@ address_option = click.option(
     help="With Ray: the head of a cluster. Default: OVERLORD_CLUSTER.",
 )
 debug_option = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+json_option = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print JSON on stdout instead of text; docs/cli.md shows its form.",
+)
 
 
 def read_job(path: Path, modules: tuple[str, ...]) -> Job:
@@ -170,11 +178,46 @@ def fail(fault: Exception, debug: bool, code: int, text: str) -> NoReturn:
 
 def error(text: str, more: str = "") -> None:
     """Print an error to stderr; ``more``: further lines."""
-    click.echo(
-        click.style("error: ", fg="red", bold=True) + text + (f"\n{more}" if more else ""), err=True
-    )
+    shown = printable(text + (f"\n{more}" if more else ""))
+    click.echo(click.style("error: ", fg="red", bold=True) + shown, err=True)
+
+
+def warning(text: str) -> None:
+    """Print a warning to stderr."""
+    click.echo(click.style("warning: ", fg="yellow", bold=True) + printable(text), err=True)
 
 
 def note(text: str) -> None:
     """Print a remark about the result to stderr."""
-    click.echo(f"note: {text}", err=True)
+    click.echo(f"note: {printable(text)}", err=True)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as one JSON document on stdout."""
+    from overlord.observe.json_text import json_document  # imports numpy
+
+    click.echo(json_document(value))
+
+
+def print_json_line(value: Any) -> None:
+    """Print a value as one line of JSON on stdout, at once."""
+    from overlord.observe.json_text import json_line  # imports numpy
+
+    click.echo(json_line(value))
+    sys.stdout.flush()
+
+
+POSITION = "to keep the position in an object store, set Job.journal"
+
+
+def check_writable(path: Path, where: str = "state", remedy: str = POSITION) -> None:
+    """Raise ``JobError`` for a URI or a missing folder, before the work instead of after it."""
+    refuse_uri(path, where, remedy)
+    if not path.absolute().parent.is_dir():
+        raise JobError([f"expected a folder, got none at {path.absolute().parent}"], str(path))
+
+
+def refuse_uri(path: Path, where: str = "state", remedy: str = POSITION) -> None:
+    """Raise ``JobError`` for a URI, without repeating it: it may hold a secret."""
+    if is_uri(str(path)):
+        raise JobError([f"expected a file on this machine, got a URI; {remedy}"], where)

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import click
 
-from overlord.cli.common import debug_option, make_console, run_guarded, runtime_option
+from overlord.cli.common import (
+    debug_option,
+    json_option,
+    make_console,
+    print_json,
+    run_guarded,
+    runtime_option,
+)
 
 
 @click.command()
@@ -43,14 +50,23 @@ from overlord.cli.common import debug_option, make_console, run_guarded, runtime
     help="Seed of corpus and job.",
 )
 @runtime_option
+@json_option
 @debug_option
 def demo(
-    out: Path, steps: int, ranks: int, rows: int, seed: int, runtime: str, debug: bool
+    out: Path,
+    steps: int,
+    ranks: int,
+    rows: int,
+    seed: int,
+    runtime: str,
+    as_json: bool,
+    debug: bool,
 ) -> None:
     """Write a small corpus, run a job on it, and write a report."""
 
     def act() -> None:
         from overlord.demo.corpus import Shape
+        from overlord.demo.result import demo_document
         from overlord.demo.run import run_demo
 
         given = (("ranks", ranks, 4), ("rows", rows, 10_000), ("seed", seed, 7))
@@ -66,6 +82,9 @@ def demo(
         )
         vocab = 8192 if rows >= 1000 else 1024
         shape = Shape(seed=seed, rows=rows, ranks=ranks, vocab=vocab, samples=min(512, 32 * ranks))
-        run_demo(out, shape, steps, make_console(), command, runtime=runtime)
+        # With --json stdout holds the document alone.
+        result = run_demo(out, shape, steps, make_console(as_json), command, runtime=runtime)
+        if as_json:
+            print_json(demo_document(result, out))
 
     run_guarded(act, debug)

@@ -21,6 +21,7 @@ from overlord.checks import did_you_mean
 from overlord.concurrency.platform import INTERFACE
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job.job import Job
+from overlord.observe.rates import RateWindow
 from overlord.ray import cluster
 from overlord.ray.auth import MODE, is_open_by_choice
 from overlord.serving.session_server import ServedAddress
@@ -53,6 +54,7 @@ class Status:
     workers: tuple[dict[str, Any], ...]
     scaling: tuple[str, ...] = ()  # latest decisions, and sources that cannot keep up
     stage: str | int | None = None  # of the last planned step; None: the job has no stages
+    steps_per_s: float = 0.0  # taken by all ranks, over the last seconds
     placement: tuple[str, ...] = ()  # nodes with ranks that run more workers than sidecar allows
 
 
@@ -66,6 +68,7 @@ class JobActor:
         self._session: Session | None = None
         self._served: ServedAddress | None = None
         self._state, self._name = SUBMITTED, name
+        self._rate = RateWindow()
         self._last: dict[str, int] = {}  # final numbers of steps, after the job is over
 
     def begin(
@@ -138,7 +141,7 @@ class JobActor:
         from overlord.cli.serve_job import wait_for_clients
 
         try:
-            wait_for_clients(session, lambda line: None)
+            wait_for_clients(session, lambda line: None, self._rate)
             state = "ended"
         except Exception as fault:
             state = f"failed: {type(fault).__name__}: {fault}"
@@ -186,6 +189,7 @@ class JobActor:
             "steps": metrics["planned_steps"],
             "stage": metrics["stage"],
             "taken": session.taken,
+            "steps_per_s": self._rate.rate(time.monotonic()),
             "clients": sum(client.there for client in clients),
             "workers": workers,
             "scaling": tuple(

@@ -12,7 +12,9 @@ from overlord.cli.common import (
     debug_option,
     import_option,
     job_argument,
+    json_option,
     make_console,
+    print_json,
     read_job,
     run_guarded,
 )
@@ -50,6 +52,7 @@ from overlord.cli.common import (
     help="Loaders with a standby: none, heavy, all.",
 )
 @import_option
+@json_option
 @debug_option
 def drill(
     job_yaml: Path,
@@ -59,6 +62,7 @@ def drill(
     prefetch: int,
     shadows: str,
     modules: tuple[str, ...],
+    as_json: bool,
     debug: bool,
 ) -> None:
     """Run a job, kill its workers, and compare every byte with an undisturbed run."""
@@ -66,8 +70,8 @@ def drill(
     def act() -> None:
         from overlord.drill.faults import default_faults, parse_faults
         from overlord.drill.run import Drill, refuse_too_late, run_drill
-        from overlord.drill.tables import drill_view
-        from overlord.observe.tables import progress_bar
+        from overlord.drill.tables import drill_document, drill_view
+        from overlord.observe.progress_bars import progress_bar
 
         job = read_job(job_yaml, modules)
         wanted = default_faults(steps, planner=True) if faults is None else parse_faults(faults)
@@ -81,9 +85,13 @@ def drill(
         )
         with progress_bar(make_console(stderr=True), "steps of both runs", 2 * steps) as advance:
             report = run_drill(
-                plan, lambda run, taken: advance(taken + (steps if run != "undisturbed" else 0))
+                plan,
+                lambda run, taken: advance(taken + (steps if run != "undisturbed" else 0), None),
             )
-        make_console().print(drill_view(report))
+        if as_json:
+            print_json(drill_document(report))
+        else:
+            make_console().print(drill_view(report))
         # A fault that did not take effect, or was not recovered from, fails the drill too.
         if report.difference or report.disturbed.missed or report.disturbed.unrecovered:
             sys.exit(FAILED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,11 +14,16 @@ from overlord.cli.common import (
     error,
     import_option,
     job_argument,
+    json_option,
     make_console,
     note,
+    print_json,
     read_job,
     run_guarded,
 )
+
+if TYPE_CHECKING:
+    from overlord.observe.explain import Explanation
 
 
 @click.command()
@@ -34,6 +40,7 @@ from overlord.cli.common import (
     help="Number of steps to search for the sample.",
 )
 @import_option
+@json_option
 @debug_option
 def explain(
     job_yaml: Path,
@@ -41,6 +48,7 @@ def explain(
     sample: str | None,
     within: int,
     modules: tuple[str, ...],
+    as_json: bool,
     debug: bool,
 ) -> None:
     """Print which rows a step holds, or which step holds a sample, and why."""
@@ -49,22 +57,27 @@ def explain(
 
     def act() -> None:
         from overlord.cli.plan_step import find_sample, planned
+        from overlord.observe.progress_bars import progress_bars
         from overlord.observe.sample_lookup import parse_id
-        from overlord.observe.tables import progress_bar
+        from overlord.observe.terminal_text import printable
 
         wanted = None if sample is None else parse_id(sample)
         job, err = read_job(job_yaml, modules), make_console(stderr=True)
+
+        def show(found: Explanation) -> None:
+            if as_json:
+                print_json(found.to_dict())
+            else:
+                click.echo(printable(str(found)))
+
         if wanted is None:
             assert step is not None
-            with (
-                progress_bar(err, "planned", step + 1) as advance,
-                planned(job, step, advance, note=note) as session,
-            ):
-                click.echo(str(session.explain(step)))
+            with progress_bars(err) as advance, planned(job, step, advance, note=note) as session:
+                show(session.explain(step))
             return
-        with progress_bar(err, "searched", within) as advance:
+        with progress_bars(err) as advance:
             found = find_sample(job, wanted, within, advance, note=note)
-        click.echo(str(found))
+        show(found)
         if found.status in ("ahead", "undecided"):
             error(f"the sample is not in the first {within} steps; --within N searches more")
             sys.exit(FAILED)

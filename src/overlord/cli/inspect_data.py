@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from overlord.discovery.column_roles import IDS
 from overlord.errors import SourceError
 from overlord.sources.base import TEXTS, ReadOptions, chat_column, text_columns
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 WIDE = 60  # most characters of a value in a table
-IDS = ("tokens", "input_ids", "token_ids", "ids")  # usual names of columns with token ids
 PAIR = ("chosen", "rejected")  # usual names of preference data
 JOB_FILES = (".yaml", ".yml", ".json")
 GLOB = re.compile(r"[*?\[]")
@@ -44,6 +44,7 @@ class DataReport:
     nbytes: int
     schema: Mapping[str, str]
     first: Mapping[str, Any]  # the first row; empty without rows
+    bad: tuple[str, ...] = ()  # reasons of rows of the first slice that cannot be read
 
 
 def is_data(what: str) -> bool:
@@ -94,6 +95,7 @@ def inspect_data(uri: str) -> DataReport:
         nbytes=index.nbytes,
         schema=dict(index.schema or {field.name: type_name(field.type) for field in table.schema}),
         first=first,
+        bad=tuple(dict.fromkeys(reason for _, reason in raw.bad)),
     )
 
 
@@ -190,12 +192,40 @@ def remarks(report: DataReport) -> list[str]:
     return found
 
 
+def defects(report: DataReport) -> list[str]:
+    """Return the reasons why a job cannot use the data as they are."""
+    found = [f"a row cannot be read: {reason}" for reason in report.bad]
+    usable = _ids_column(report.schema) or chat_column(report.schema) or text_columns(report.schema)
+    if not usable:
+        found.append("no column holds text, messages or token ids; a Map must return 'tokens'")
+    return found
+
+
+def data_document(report: DataReport) -> dict[str, Any]:
+    """Return the report as a JSON document."""
+    return {
+        "name": report.name,
+        "uri": scrub(report.uri),
+        "format": report.format,
+        "files": report.files,
+        "chunks": report.chunks,
+        "rows": report.rows,
+        "bytes": report.nbytes,
+        "columns": report.schema,
+        "first": {name: _short_text(value) for name, value in report.first.items()},
+        "remarks": remarks(report),
+        "warnings": defects(report),
+        "job": job_text(report),
+    }
+
+
 def data_view(report: DataReport) -> RenderableType:
     """Return tables of files and of columns with the first row, and a suggested job file."""
     from rich.console import Group
     from rich.text import Text
 
     from overlord.observe.tables import grid, size
+    from overlord.observe.terminal_text import one_line, printable
 
     rows = "unknown until read" if report.rows is None else f"{report.rows:,}"
     head = grid(
@@ -217,16 +247,17 @@ def data_view(report: DataReport) -> RenderableType:
         [(n, kind, _short_text(report.first.get(n))) for n, kind in report.schema.items()],
         3,
     )
-    remarked = [Text(f"  {remark}") for remark in remarks(report)]
+    remarked = [Text(one_line(f"  {remark}")) for remark in remarks(report)]
     return Group(
         head,
         Text(""),
         columns,
         Text(""),
+        Text("`overlord init` writes a complete job file, and previews the data", "dim"),
         Text("a job file for it:", style="bold"),
         *remarked,
         Text(""),
-        Text(job_text(report)),
+        Text(printable(job_text(report))),
     )
 
 

@@ -6,7 +6,16 @@ import sys
 
 import click
 
-from overlord.cli.common import FAILED, debug_option, error, make_console, run_guarded
+from overlord.cli.common import (
+    FAILED,
+    debug_option,
+    error,
+    json_option,
+    make_console,
+    print_json,
+    run_guarded,
+)
+from overlord.observe.terminal_text import printable
 
 
 @click.group()
@@ -20,20 +29,23 @@ def journal() -> None:
 @journal.command()
 @click.argument("uri")
 @click.option("--last", type=click.IntRange(min=1), metavar="N", help="Only the last N records.")
-@click.option("--json", "json_wanted", is_flag=True, help="Print one JSON document.")
+@json_option
 @debug_option
-def show(uri: str, last: int | None, json_wanted: bool, debug: bool) -> None:
+def show(uri: str, last: int | None, as_json: bool, debug: bool) -> None:
     """List the records of a journal."""
 
     def act() -> None:
-        from overlord.cli.journal_views import as_json, journal_view
+        from overlord.cli.journal_views import journal_document, journal_view
         from overlord.journal.log import read
         from overlord.journal.verify import report_of
+        from overlord.observe.progress_bars import progress_bar
 
-        reading, console = read(uri), make_console()
+        console = make_console()
+        with progress_bar(make_console(stderr=True), "read segments") as advance:
+            reading = read(uri, advance)
         report = report_of(uri, reading)
-        if json_wanted:
-            click.echo(as_json(report, reading, last))
+        if as_json:
+            print_json(journal_document(report, reading, last))
         else:
             console.print(journal_view(report, reading, last, console.width))
         _exit_on_faults(report.faults)
@@ -43,24 +55,41 @@ def show(uri: str, last: int | None, json_wanted: bool, debug: bool) -> None:
 
 @journal.command("verify")
 @click.argument("uri")
+@json_option
 @debug_option
-def check(uri: str, debug: bool) -> None:
+def check(uri: str, as_json: bool, debug: bool) -> None:
     """Read every byte of a journal, replay its steps, and list its faults."""
 
     def act() -> None:
         from overlord.cli.journal_views import replay_faults
         from overlord.journal.log import read
         from overlord.journal.verify import report_of
+        from overlord.observe.json_text import plain
+        from overlord.observe.progress_bars import progress_bars
 
-        reading = read(uri)
-        report = report_of(uri, reading, decoding=True)
+        with progress_bars(make_console(stderr=True)) as advance:
+            reading = read(uri, lambda done, of: advance("read segments", done, of))
+            report = report_of(
+                uri,
+                reading,
+                decoding=True,
+                progress=lambda done, of: advance("decoded records", done, of),
+            )
+            advance("replayed job", 0, None)
+            faults = report.faults or replay_faults(reading)
+        if as_json:
+            print_json({**plain(report), "faults": faults, "whole": not faults})
+            _exit_on_faults(faults)
+            return
         click.echo(
-            f"job {report.job!r}: {report.records} records in {report.segments} segments, "
-            f"{report.nbytes} bytes"
+            printable(
+                f"job {report.job!r}: {report.records} records in {report.segments} segments, "
+                f"{report.nbytes} bytes"
+            )
         )
         for cut in report.cuts:
-            click.echo(f"interrupted write, not a fault: {cut}")
-        _exit_on_faults(report.faults or replay_faults(reading))
+            click.echo(printable(f"interrupted write, not a fault: {cut}"))
+        _exit_on_faults(faults)
         click.echo("every record is whole")
 
     run_guarded(act, debug)

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 DEEP, MANY, LONG = 4, 12, 60
 
 
-def as_json(report: JournalReport, reading: Reading, last: int | None) -> str:
-    """Return a journal's report and its ``last`` records (None: all) as one JSON document."""
+def journal_document(report: JournalReport, reading: Reading, last: int | None) -> dict[str, Any]:
+    """Return a journal's report and its ``last`` records (None: all) as a JSON document."""
     whole = {f.name: getattr(report, f.name) for f in fields(report)}
     descriptions = _descriptions(reading)
     listed = [
@@ -50,7 +50,7 @@ def as_json(report: JournalReport, reading: Reading, last: int | None) -> str:
         }
         for segment, placed in _last_records(reading, last)
     ]
-    return json.dumps({**whole, "list": listed}, indent=1, default=str)
+    return {**whole, "list": listed}
 
 
 def journal_view(

@@ -19,10 +19,12 @@ from overlord.cli.common import FAILED, STOPPED, TERMINATED
 from overlord.cli.demo import demo
 from overlord.cli.drill import drill
 from overlord.cli.explain import explain
+from overlord.cli.init import init
 from overlord.cli.inspect import inspect
 from overlord.cli.journal import journal
 from overlord.cli.partition import partition
 from overlord.cli.plan import plan
+from overlord.cli.preview import preview
 from overlord.cli.profile import profile
 from overlord.cli.run import run
 from overlord.cli.serve import serve
@@ -34,8 +36,10 @@ from overlord.process.exit import exit_now
 
 COMMANDS = (
     demo,
+    init,
     run,
     serve,
+    preview,
     inspect,
     plan,
     explain,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import click
@@ -14,7 +14,9 @@ from overlord.cli.common import (
     error,
     import_option,
     job_argument,
+    json_option,
     make_console,
+    print_json,
     read_job,
     run_guarded,
 )
@@ -70,6 +72,7 @@ class Bytes(click.ParamType):
     help="Sources that share a worker. 1: one worker per source, as in the paper.",
 )
 @import_option
+@json_option
 @debug_option
 def partition(
     job_yaml: Path,
@@ -81,12 +84,14 @@ def partition(
     cluster: int | None,
     sources_per_host: int | None,
     modules: tuple[str, ...],
+    as_json: bool,
     debug: bool,
 ) -> None:
     """Print how many loaders each source would get, and why."""
 
     def act() -> None:
-        from overlord.cli.partition_report import partition_view
+        from overlord.cli.partition_report import partition_document, partition_view
+        from overlord.observe.progress_bars import progress_bars
         from overlord.scaling.partition import CLUSTER
         from overlord.setup.options import Options, n_cores
         from overlord.setup.partition import loads_of, partition_of, sample_tokens
@@ -94,9 +99,20 @@ def partition(
         from overlord.setup.profile_store import known, quick
 
         job, console = read_job(job_yaml, modules), make_console()
-        with closing(PreparedJob(job, Options(sources_per_host=sources_per_host))) as prepared:
+        with ExitStack() as stack:
+            advance = stack.enter_context(progress_bars(make_console(stderr=True)))
+            options = Options(
+                sources_per_host=sources_per_host,
+                progress=lambda done, of: advance("indexed files", done, of),
+            )
+            prepared = stack.enter_context(closing(PreparedJob(job, options)))
             prepared.profile = known(prepared)
-            prepared.profile = quick(prepared, loads_of(prepared), prepared.profile)
+            prepared.profile = quick(
+                prepared,
+                loads_of(prepared),
+                prepared.profile,
+                progress=lambda done, of: advance("measured sources", done, of),
+            )
             made = partition_of(
                 prepared,
                 cores=cpus or n_cores(),
@@ -106,11 +122,16 @@ def partition(
                 cluster=cluster or CLUSTER,
             )
             tokens = sample_tokens(prepared)
-            console.print(partition_view(made, tokens, len(prepared.profile.sources)))
-        if shortfall := made.shortfall((demand or 0.0) / tokens):
+        measured = len(prepared.profile.sources)
+        shortfall = made.shortfall((demand or 0.0) / tokens)
+        if as_json:
+            print_json(partition_document(made, tokens, measured, demand, shortfall))
+        else:
+            console.print(partition_view(made, tokens, measured))
+        if shortfall:
             error(shortfall)
             sys.exit(FAILED)
-        if demand is not None:
+        if demand is not None and not as_json:
             console.print(f"a demand of {demand:,.0f} tokens/s is met", markup=False)
 
     run_guarded(act, debug)

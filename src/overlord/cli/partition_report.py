@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.text import Text
@@ -15,6 +15,39 @@ if TYPE_CHECKING:
     from overlord.scaling.partition import Partition
 
 SHOWN = 40  # most sources in the table, and most workers in the list
+
+
+def partition_document(
+    made: Partition, tokens: float, measured: int, demand: float | None, shortfall: str
+) -> dict[str, Any]:
+    """Return the partition as a JSON document; ``tokens``, ``measured``: as in the view.
+
+    ``demand``: tokens per second that trainers take; ``shortfall``: the reason why it is not met.
+    """
+    return {
+        "cores": made.resources.cores,
+        "loading_cores": made.loading_cores,
+        "memory_bytes": made.memory,
+        "samples_per_s": made.rate,
+        "tokens_per_s": made.tokens_per_s(tokens),
+        "bound": made.bound,
+        "measured_sources": measured,
+        "demand": demand,
+        "shortfall": shortfall,
+        "sources": [
+            {
+                "name": s.source,
+                "reason": s.reason,
+                "cluster": s.cluster,
+                "level": s.level,
+                "work": s.work,
+                "loaders": s.loaders,
+                "workers": s.actors,
+            }
+            for s in made.shares
+        ],
+        "workers": made.hosting.reasons,
+    }
 
 
 def partition_view(made: Partition, tokens: float, measured: int) -> RenderableType:

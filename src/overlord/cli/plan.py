@@ -11,8 +11,10 @@ from overlord.cli.common import (
     debug_option,
     import_option,
     job_argument,
+    json_option,
     make_console,
     note,
+    print_json,
     read_job,
     run_guarded,
 )
@@ -28,7 +30,6 @@ from overlord.cli.common import (
     "a sample of documents, unless the index has the length of every one.",
 )
 @click.option("--exact", is_flag=True, help="With --until-end: read every document instead.")
-@click.option("--json", "json_wanted", is_flag=True, help="With --until-end: print JSON.")
 @click.option("--place", metavar="dp=64", help="Plan for another mesh than the job's.")
 @click.option("--strategy", metavar="NAME", help="Plan with another strategy than the job's.")
 @click.option(
@@ -38,49 +39,46 @@ from overlord.cli.common import (
     help="Also write a page that shows the place of every sample.",
 )
 @import_option
+@json_option
 @debug_option
 def plan(
     job_yaml: Path,
     step: int | None,
     until_end: bool,
     exact: bool,
-    json_wanted: bool,
     place: str | None,
     strategy: str | None,
     html: Path | None,
     modules: tuple[str, ...],
+    as_json: bool,
     debug: bool,
 ) -> None:
     """Print the plan of one step, or predict when each source ends."""
     if (step is None) is not until_end:
         raise click.UsageError("expected --step N or --until-end; give one of them")
-    of_end, of_step = exact or json_wanted, place or strategy or html
-    if (of_end and not until_end) or (of_step and until_end):
-        raise click.UsageError(
-            "expected --exact and --json with --until-end, and other options with --step"
-        )
+    if (exact and not until_end) or ((place or strategy or html) and until_end):
+        raise click.UsageError("expected --exact with --until-end, and other options with --step")
 
     def predict() -> None:
-        import json
-
         from overlord.cli.plan_end import predict_end, prediction_view
-        from overlord.observe.tables import step_counter
+        from overlord.observe.progress_bars import progress_bar
 
-        job, console = read_job(job_yaml, modules), make_console()
-        with step_counter(
-            make_console(stderr=True), "predicted", job.end_step or job.until
-        ) as advance:
+        job = read_job(job_yaml, modules)
+        steps = job.end_step or (job.until if isinstance(job.until, int) else None)
+        with progress_bar(make_console(stderr=True), "predicted steps", steps) as advance:
             found = predict_end(job, exact=exact, progress=advance, note=note)
-        if json_wanted:
-            click.echo(json.dumps(found.to_dict()))
+        if as_json:
+            print_json(found.to_dict())
         else:
-            console.print(prediction_view(found), soft_wrap=True)
+            make_console().print(prediction_view(found), soft_wrap=True)
 
     def act(step: int) -> None:
         from dataclasses import replace
 
         from overlord.cli.plan_step import parse_place, planned
-        from overlord.observe.tables import plan_view, progress_bar
+        from overlord.observe.documents import plan_document
+        from overlord.observe.progress_bars import progress_bars
+        from overlord.observe.tables import plan_view
 
         job, console = read_job(job_yaml, modules), make_console()
         changes: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
@@ -89,13 +87,16 @@ def plan(
         )
         what_if, err = place is not None or strategy is not None, make_console(stderr=True)
         with (
-            progress_bar(err, "planned", step + 1) as advance,
+            progress_bars(err) as advance,
             planned(job, step, advance, what_if=what_if, note=note) as session,
         ):
             graph = session.graph(step)
         if html is not None:
             graph.to_html(html)
         assert graph.bound is not None
+        if as_json:
+            print_json(plan_document(job, graph.bound.plan))
+            return
         console.print(plan_view(job, graph.bound.plan, console.width))
         if html is not None:
             console.print(f"wrote {html}", markup=False)

@@ -15,12 +15,12 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
-from overlord.cli.inspect_job import inspect_job
 from overlord.cli.job_position import JobPosition, RecordedSteps
 from overlord.cli.plan_step import Note, no_note, planning_session
 from overlord.cli.run_job import never_ends
 from overlord.errors import JobError
 from overlord.messages.control import StreamState
+from overlord.observe.source_inspection import inspect_job
 from overlord.observe.source_report import SourceReport
 from overlord.observe.tables import grid
 from overlord.planning.forecast import Forecast, SourceEnd, SourceSize, forecast

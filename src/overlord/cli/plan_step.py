@@ -22,6 +22,7 @@ from overlord.session.launch import launch_planning
 if TYPE_CHECKING:
     from overlord.job.job import Job
     from overlord.messages.control import PlannedStep
+    from overlord.observe.progress_bars import AdvanceTask
     from overlord.plan.plan import LoadingPlan
     from overlord.sample import SampleId
     from overlord.session.session import Session
@@ -33,6 +34,10 @@ MANY = 4  # most differences that a remark names
 
 def no_note(text: str) -> None:
     """Ignore a remark."""
+
+
+def no_progress(what: str, done: float, total: float | None) -> None:
+    """Ignore progress."""
 
 
 def parse_place(text: str, base: ClientPlaceTree) -> ClientPlaceTree:
@@ -59,7 +64,7 @@ def parse_place(text: str, base: ClientPlaceTree) -> ClientPlaceTree:
 def planned(
     job: Job,
     step: int,
-    progress: Callable[[int], None] | None = None,
+    progress: AdvanceTask = no_progress,
     *,
     what_if: bool = False,
     note: Note = no_note,
@@ -67,19 +72,19 @@ def planned(
     """Yield a session that has planned a step as a run of the job plans it.
 
     With a journal, planning begins at the state that the journal has before the step. Nothing is
-    written and nothing is locked. ``progress`` receives the number of planned steps, at most
-    ``step + 1``. ``what_if``: the job has another place or strategy than its run. ``note`` receives
-    remarks for the user. Raise ``PlanError`` if the job ends before the step.
+    written and nothing is locked. ``progress`` receives the numbers of indexed files and of
+    planned steps. ``what_if``: the job has another place or strategy than its run. ``note``
+    receives remarks for the user. Raise ``PlanError`` if the job ends before the step.
     """
     begin = RecordedSteps.of(job).position_before(step)
     allow = ("strategy",) if what_if else ()
-    with planning_session(job, begin, note, allow=allow) as (session, first):
+    with planning_session(job, begin, note, progress, allow) as (session, first):
         if step > first:
             session.skip(range(first, step))
         taker = _StepTaker(session)
         while taker.waits():
-            if progress:
-                progress(min(step + 1, int(session.metrics()["planned_steps"])))
+            done = min(step + 1, int(session.metrics()["planned_steps"]))
+            progress("planned steps", done - first, step + 1 - first)
         if taker.ended and (ends := int(session.metrics()["planned_steps"])) <= step:
             raise PlanError(
                 f"expected a step below {ends}, where the job ends, got {step}",
@@ -91,9 +96,9 @@ def planned(
         yield session
 
 
-def plan_step(job: Job, step: int, progress: Callable[[int], None] | None = None) -> LoadingPlan:
+def plan_step(job: Job, step: int) -> LoadingPlan:
     """Return the plan of a step, as a run of the job would plan it."""
-    with planned(job, step, progress) as session:
+    with planned(job, step) as session:
         return session.plan(step)
 
 
@@ -101,7 +106,7 @@ def find_sample(
     job: Job,
     sample: SampleId,
     within: int,
-    progress: Callable[[int], None] | None = None,
+    progress: AdvanceTask = no_progress,
     *,
     note: Note = no_note,
 ) -> SampleExplanation:
@@ -123,14 +128,9 @@ def find_sample(
 
 
 def _search(
-    job: Job,
-    sample: SampleId,
-    within: int,
-    progress: Callable[[int], None] | None,
-    begin: JobPosition,
-    note: Note,
+    job: Job, sample: SampleId, within: int, progress: AdvanceTask, begin: JobPosition, note: Note
 ) -> SampleExplanation:
-    with planning_session(job, begin, note) as (session, first):
+    with planning_session(job, begin, note, progress) as (session, first):
         # Refuse an id that no step can hold before anything is read.
         explain_sample(sample, current_knowledge(session.internals))
         found: list[PlannedStep] = []
@@ -142,8 +142,7 @@ def _search(
         while True:
             # Read before `found`, so that `found` holds every step that this state counts.
             known = current_knowledge(session.internals)
-            if progress:
-                progress(min(within, known.state.step - first))
+            progress("searched steps", min(within, known.state.step - first), within)
             # This search skips every step; only steps that the job itself skips count as skipped.
             watched = [
                 replace(s, skipped=skipped(begin.skipped, s.plan.step, s.plan.step + 1))
@@ -157,15 +156,23 @@ def _search(
 
 @contextmanager
 def planning_session(
-    job: Job, begin: JobPosition, note: Note, allow: tuple[str, ...] = ()
+    job: Job,
+    begin: JobPosition,
+    note: Note,
+    progress: AdvanceTask = no_progress,
+    allow: tuple[str, ...] = (),
 ) -> Iterator[tuple[Session, int]]:
     """Yield a session that only plans, and the step at which it begins.
 
     If the job does not fit the state of the journal, pass a remark to ``note`` and begin at step 0.
     """
     quiet, first = replace(job, journal=None), begin.first
+
+    def indexed(done: int, total: int) -> None:
+        progress("indexed files", done, total)
+
     try:
-        session = launch_planning(quiet, begin.state, allow)
+        session = launch_planning(quiet, begin.state, allow, indexed)
     except StateMismatch as fault:
         fields = ", ".join(sorted(fault.differences)[:MANY]) + (
             f" and {n} more" if (n := len(fault.differences) - MANY) > 0 else ""
@@ -174,7 +181,7 @@ def planning_session(
             f"journal: expected this job's, got one that differs in {fields}; the answer "
             "follows from the job file alone"
         )
-        session, first = launch_planning(quiet), 0
+        session, first = launch_planning(quiet, progress=indexed), 0
     else:
         if begin.note:
             note(begin.note)

@@ -14,7 +14,9 @@ from overlord.cli.common import (
     error,
     import_option,
     job_argument,
+    json_option,
     make_console,
+    print_json,
     read_job,
     run_guarded,
 )
@@ -54,6 +56,7 @@ from overlord.cli.common import (
     help="Also write the plot alone.",
 )
 @import_option
+@json_option
 @debug_option
 def profile(
     job_yaml: Path,
@@ -63,26 +66,38 @@ def profile(
     html: Path | None,
     svg: Path | None,
     modules: tuple[str, ...],
+    as_json: bool,
     debug: bool,
 ) -> None:
     """Measure what each source costs: seconds per sample, transfer, memory."""
 
     def act() -> None:
         from overlord.cli.profile_report import profile_job, profile_page, profile_svg, profile_view
-        from overlord.observe.tables import progress_bar
+        from overlord.observe.progress_bars import progress_bars
         from overlord.setup.measure import Bounds
         from overlord.setup.options import Options
         from overlord.setup.prepared_job import PreparedJob
         from overlord.setup.profile_store import load, path_of, shown
         from overlord.setup.profile_store import save as keep
 
-        job, console = read_job(job_yaml, modules), make_console()
-        with (
-            closing(PreparedJob(job, Options())) as prepared,
-            progress_bar(make_console(stderr=True), "measured", len(job.sources)) as advance,
-        ):
-            found = profile_job(prepared, Bounds(rows=rows, seconds=seconds), advance)
-        console.print(profile_view(found.profile))
+        job, n = read_job(job_yaml, modules), 0
+        # With --json stdout holds the document alone.
+        console = make_console(stderr=as_json)
+        with progress_bars(make_console(stderr=True)) as advance:
+
+            def measured(name: str) -> None:
+                nonlocal n
+                n += 1
+                advance("measured sources", n, len(job.sources))
+
+            options = Options(progress=lambda done, of: advance("indexed files", done, of))
+            with closing(PreparedJob(job, options)) as prepared:
+                advance("measured sources", 0, len(job.sources))
+                found = profile_job(prepared, Bounds(rows=rows, seconds=seconds), measured)
+        if as_json:
+            print_json({**found.profile.to_plain(), "failures": found.failures})
+        else:
+            console.print(profile_view(found.profile))
         for path, text in (
             (html, profile_page(found.profile, job.name)),
             (svg, profile_svg(found.profile)),

@@ -12,6 +12,7 @@ from overlord.cli.common import (
     debug_option,
     import_option,
     job_argument,
+    json_option,
     launch_option,
     make_console,
     read_job,
@@ -43,6 +44,7 @@ from overlord.cli.common import (
 @address_option
 @launch_option
 @import_option
+@json_option
 @debug_option
 def run(
     job_yaml: Path,
@@ -56,6 +58,7 @@ def run(
     address: str | None,
     options: tuple[str, ...],
     modules: tuple[str, ...],
+    as_json: bool,
     debug: bool,
 ) -> None:
     """Run a job in this process and print what it delivers."""
@@ -74,6 +77,7 @@ def run(
             allow=allow,
             digest=digest,
             runtime=runtime,
+            as_json=as_json,
             options=read_options(options) | ({"address": address} if runtime == "ray" else {}),
         )
         run_job(request, make_console(), make_console(stderr=True))

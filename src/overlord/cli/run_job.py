@@ -8,19 +8,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import overlord as ov
+from overlord.cli.common import check_writable, print_json_line, refuse_uri
 from overlord.errors import JobError, StateMismatch
 from overlord.hashing import digest
 from overlord.job.budgets import is_endless
+from overlord.observe.documents import run_document, step_document
 from overlord.observe.explain_text import time_over_mean
 from overlord.observe.progress import Meter, Taken, watch
+from overlord.observe.progress_bars import progress_bar
 from overlord.observe.stage_text import stage_name
 from overlord.observe.tables import run_view
 from overlord.planning.state_json import state_problem
-from overlord.uris import is_uri
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +48,7 @@ class RunRequest:
     allow: tuple[str, ...] = ()
     digest: bool = False
     runtime: str = "local"
+    as_json: bool = False  # print JSON lines instead of text
     options: Mapping[str, Any] = field(default_factory=dict)  # further options of ``launch``
 
 
@@ -83,9 +87,16 @@ def run_job(run: RunRequest, console: Console, err: Console) -> Meter:
     meter, chain = Meter(), ""
     # Autoscaling is off: no trainer computes here, so every source would look too slow.
     options = {"watch_s": 0.0, **run.options}
-    with ov.launch(
-        run.job, runtime=run.runtime, resume=run.resume, allow=run.allow, **options
-    ) as session:
+    with progress_bar(err, "indexed files") as indexed:
+        launched = ov.launch(
+            run.job,
+            runtime=run.runtime,
+            resume=run.resume,
+            allow=run.allow,
+            progress=indexed,
+            **options,
+        )
+    with launched as session:
         print_resumed(session, err)
         ranks = range(run.job.place.world_size) if run.rank is None else [run.rank]
         try:
@@ -93,17 +104,23 @@ def run_job(run: RunRequest, console: Console, err: Console) -> Meter:
                 for taken in watch(session, ranks, run.steps):
                     meter.add(taken)
                     show(taken, meter)
-                    if run.digest:
-                        mark = step_digest(taken)
-                        chain = digest(chain, mark)
+                    mark = step_digest(taken) if run.digest else ""
+                    chain = digest(chain, mark) if run.digest else ""
+                    if run.as_json:
+                        print_json_line(step_document(taken, meter, run.job.sync, mark))
+                    elif run.digest:
                         console.print(f"step {taken.plan.step} {mark}", soft_wrap=True)
         finally:
             if run.save is not None:
                 save_state(run.save, session)
                 err.print(f"state saved: {run.save}", soft_wrap=True)
         meter.stop()
-        console.print(run_view(run.job, meter, session.metrics(), session.quarantine()))
-    if run.digest:
+        metrics, quarantine = session.metrics(), session.quarantine()
+        if run.as_json:
+            print_json_line(run_document(meter, metrics, quarantine, chain))
+        else:
+            console.print(run_view(run.job, meter, metrics, quarantine))
+    if run.digest and not run.as_json:
         console.print(f"digest of all steps {chain}")
     return meter
 
@@ -129,30 +146,12 @@ def print_resumed(session: Session, err: Console) -> None:
         err.print(str(session.resumed), soft_wrap=True, markup=False)
 
 
-def check_writable(path: Path) -> None:
-    """Raise ``JobError`` for a URI or a missing folder, before the run instead of after it."""
-    _refuse_uri(path)
-    if not path.absolute().parent.is_dir():
-        raise JobError([f"expected a folder, got none at {path.absolute().parent}"], str(path))
-
-
-def _refuse_uri(path: Path) -> None:
-    if is_uri(str(path)):  # the error does not repeat the URI, which may hold a secret
-        raise JobError(
-            [
-                "expected a file on this machine, got a URI; to keep the position in an object "
-                "store, set Job.journal"
-            ],
-            "state",
-        )
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """Read a state that ``overlord run --save`` wrote.
 
     Raise ``JobError`` or ``StateMismatch`` for a URI, an unreadable file or other content.
     """
-    _refuse_uri(path)
+    refuse_uri(path)
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except OSError as fault:
@@ -192,15 +191,18 @@ def _progress(err: Console, steps: int | None, sync: str) -> Iterator[Show]:
     """Yield a function that shows the progress of a taken step.
 
     On a terminal the line is live; elsewhere a line is printed every ``PLAIN_EVERY_S`` seconds.
+    Rates are those of the last seconds.
     """
 
     def text(taken: Taken, meter: Meter) -> str:
         of = f"/{steps}" if steps else ""
         found = taken.steps[0].stage if taken.steps else None
         stage = "" if found is None else f"  stage {stage_name(found)}"
+        left = meter.seconds_left(steps) if steps else None
         return (
             f"step {taken.plan.step} ({meter.steps}{of}){stage}  "
-            f"{meter.tokens_per_s / 1e3:,.0f}k tokens/s  "
+            f"{meter.recent_tokens_per_s / 1e3:,.0f}k tokens/s  "
+            f"{'' if left is None else f'{timedelta(seconds=round(left))} left  '}"
             f"imbalance {time_over_mean(sync, taken.plan.imbalance()):.3f}  wait "
             f"{meter.last_wait_s * 1e3:.1f} ms"
         )

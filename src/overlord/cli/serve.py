@@ -12,8 +12,10 @@ from overlord.cli.common import (
     debug_option,
     import_option,
     job_argument,
+    json_option,
     launch_option,
     make_console,
+    print_json_line,
     read_job,
     read_options,
     resume_option,
@@ -64,6 +66,7 @@ from overlord.cli.common import (
 @save_option
 @allow_option
 @import_option
+@json_option
 @debug_option
 def serve(
     job_yaml: Path,
@@ -79,6 +82,7 @@ def serve(
     save: Path | None,
     allow: tuple[str, ...],
     modules: tuple[str, ...],
+    as_json: bool,
     debug: bool,
 ) -> None:
     """Run a job for trainers in other processes, which connect by address and token."""
@@ -113,9 +117,20 @@ def serve(
             options=read_options(options),
             start_s=start_s,
         )
+
+        def announce(address: str, token: str | None) -> None:
+            if as_json:
+                print_json_line({"event": "serving", "address": address, "token": token})
+                return
+            click.echo(f"OVERLORD_ADDRESS={address}")
+            if token is not None:
+                click.echo(f"OVERLORD_TOKEN={token}")
+
         if detach:
-            submit_job(request, click.echo, make_console(stderr=True))
+            submit_job(request, announce, make_console(stderr=True))
             return
-        serve_job(request, click.echo, make_console(stderr=True))
+        steps = serve_job(request, announce, make_console(stderr=True))
+        if as_json:
+            print_json_line({"event": "end", "steps": steps})
 
     run_guarded(act, debug)

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import overlord as ov
-from overlord.cli.run_job import PLAIN_EVERY_S, check_writable, print_resumed, save_state
+from overlord.cli.common import check_writable
+from overlord.cli.run_job import PLAIN_EVERY_S, print_resumed, save_state
 from overlord.errors import JobError, OverlordError
+from overlord.observe.progress_bars import progress_bar
+from overlord.observe.rates import RateWindow
 from overlord.observe.tables import placement_facts, scaling_facts
 from overlord.transport.address import is_loopback
 
@@ -20,9 +23,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from overlord.job.job import Job
+    from overlord.serving.session_server import ServedAddress
     from overlord.session.session import Session
 
 POLL_S = 0.25  # seconds between two progress lines on a terminal
+Announce = Callable[[str, str | None], None]  # receives the address, and the token if any
 LINGER_S = 10.0  # seconds for trainers to disconnect by themselves after the last step
 
 
@@ -43,23 +48,30 @@ class ServeRequest:
     options: Mapping[str, Any] = field(default_factory=dict)  # further options of ``launch``
 
 
-def serve_job(wanted: ServeRequest, output: Callable[[str], None], err: Console) -> None:
+def serve_job(wanted: ServeRequest, output: Announce, err: Console) -> int | None:
     """Serve a job; pass the address to ``output`` and print progress to ``err``.
 
     Return when the job has ended and every client has taken every step, or when all clients have
-    disconnected. Raise the error that ended the job. The state is saved in any case if wanted.
+    disconnected. The value is the number of steps of a job that has ended, else None. Raise the
+    error that ended the job. The state is saved in any case if wanted.
     """
     if wanted.save is not None:
         check_writable(wanted.save)
     settings = {"address": wanted.cluster, **wanted.options}
-    with ov.launch(
-        wanted.job, runtime=wanted.runtime, resume=wanted.resume, allow=wanted.allow, **settings
-    ) as session:
+    with progress_bar(err, "indexed files") as indexed:
+        launched = ov.launch(
+            wanted.job,
+            runtime=wanted.runtime,
+            resume=wanted.resume,
+            allow=wanted.allow,
+            progress=indexed,
+            **settings,
+        )
+    with launched as session:
         print_resumed(session, err)
         try:
             served = session.serve(host=wanted.host, port=wanted.port, token=wanted.token)
-            # A token from the caller is not printed, since the output may be a log.
-            output(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
+            _announce(served, wanted, output)
             with _progress(err) as show:
                 wait_for_clients(session, show)
             finish = session.internals.runtime.planner.finished
@@ -75,13 +87,22 @@ def serve_job(wanted: ServeRequest, output: Callable[[str], None], err: Console)
                     metrics["placement"]
                 ):
                     err.print(f"{what}: {text}", soft_wrap=True, markup=False)
+            return None if finish is None else int(finish.step)
         finally:
             if wanted.save is not None:
                 save_state(wanted.save, session)
                 err.print(f"state saved: {wanted.save}", soft_wrap=True)
 
 
-def submit_job(wanted: ServeRequest, output: Callable[[str], None], err: Console) -> None:
+def _announce(served: ServedAddress, wanted: ServeRequest, output: Announce) -> None:
+    """Pass address and token to ``output``; a token of the caller is left out.
+
+    The output may be a log.
+    """
+    output(served.address, served.token if wanted.token is None else None)
+
+
+def submit_job(wanted: ServeRequest, output: Announce, err: Console) -> None:
     """Submit a job, which keeps running, to a Ray cluster; return when trainers can connect."""
     from overlord.cli.detached_jobs import START_S, submit
 
@@ -100,7 +121,7 @@ def submit_job(wanted: ServeRequest, output: Callable[[str], None], err: Console
     )
     if served.resumed:
         err.print(served.resumed, soft_wrap=True, markup=False)
-    output(str(served) if wanted.token is None else f"OVERLORD_ADDRESS={served.address}")
+    _announce(served, wanted, output)
 
 
 def read_token(path: Path | None) -> str | None:
@@ -121,16 +142,21 @@ def read_token(path: Path | None) -> str | None:
     return token
 
 
-def wait_for_clients(session: Session, show: Callable[[str], None]) -> None:
+def wait_for_clients(
+    session: Session, show: Callable[[str], None], taken: RateWindow | None = None
+) -> None:
     """Wait until every client has taken every step, or all have disconnected, or the job failed.
 
-    ``show`` receives a progress line every ``POLL_S`` seconds. Raise the error that ended the job.
+    ``show`` receives a progress line every ``POLL_S`` seconds. ``taken`` counts the steps that all
+    ranks took. Raise the error that ended the job.
     """
     serving = session.internals.remote_ranks
     assert serving is not None
-    total = len(serving.ranks)
+    total, taken = len(serving.ranks), taken or RateWindow()
     while serving.remote_clients and not serving.finished and session.internals.loop.broken is None:
-        show(progress_line(session, total))
+        now = time.monotonic()
+        taken.add(now, session.taken)
+        show(progress_line(session, total, taken.rate(now)))
         time.sleep(POLL_S)
     finish = session.internals.runtime.planner.finished
     if finish is not None:
@@ -143,10 +169,10 @@ def wait_for_clients(session: Session, show: Callable[[str], None]) -> None:
         )
 
 
-def progress_line(session: Session, total: int) -> str:
+def progress_line(session: Session, total: int, steps_per_s: float = 0.0) -> str:
     """Return a line of progress: taken steps, connected clients, and the slowest rank.
 
-    ``total``: number of ranks.
+    ``total``: number of ranks. ``steps_per_s``: steps that all ranks took, over the last seconds.
     """
     serving = session.internals.remote_ranks
     assert serving is not None
@@ -168,7 +194,8 @@ def progress_line(session: Session, total: int) -> str:
             f"  next step {slowest.position.step}, longest wait of a trainer "
             f"{max((client.waited_s for client in clients), default=0.0):.1f} s"
         )
-    return f"steps taken {steps}  clients {connected}/{len(clients)}{closed}{waits}"
+    rate = f"  {steps_per_s:.2f} steps/s" if steps_per_s else ""
+    return f"steps taken {steps}{rate}  clients {connected}/{len(clients)}{closed}{waits}"
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ from overlord.cli.common import (
     debug_option,
     import_option,
     job_argument,
+    json_option,
     make_console,
     note,
+    print_json,
     read_job,
     run_guarded,
 )
@@ -106,12 +107,13 @@ class Sizes(click.ParamType):
     help="Measure the constants again, even if an earlier run has stored some.",
 )
 @click.option(
-    "--json",
-    "json_path",
+    "--save",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Also write all numbers to this file.",
+    metavar="OUT.JSON",
+    help="Also write all numbers to this file, as --json prints them.",
 )
 @import_option
+@json_option
 @debug_option
 def simulate(
     job_yaml: Path,
@@ -129,8 +131,9 @@ def simulate(
     constructors: bool | None,
     broadcast: bool,
     again: bool,
-    json_path: Path | None,
+    save: Path | None,
     modules: tuple[str, ...],
+    as_json: bool,
     debug: bool,
 ) -> None:
     """Estimate memory, planning time, connections and fetch latency of a job on a large cluster.
@@ -149,6 +152,8 @@ def simulate(
     def act() -> None:
         from overlord.cli.simulate_report import constants_view, memory_view, time_view, waits_of
         from overlord.dryrun.estimate import DryRunRequest, estimate_sizes
+        from overlord.observe.json_text import json_document
+        from overlord.observe.progress_bars import progress_bars
         from overlord.observe.stage_text import stage_lines
 
         job = read_job(job_yaml, modules)
@@ -168,8 +173,17 @@ def simulate(
             constructors=(True, False) if constructors is None else (constructors,),
             broadcast=broadcast,
         )
-        with _ProgressBars() as progress:
+        with progress_bars(make_console(stderr=True)) as progress:
             found, stored, cells = estimate_sizes(job, request, again=again, progress=progress)
+        values = {
+            "constants": found.to_dict()["constants"],
+            "cells": [cell.to_dict() for cell in cells],
+        }
+        if save is not None:
+            save.write_text(json_document(values), encoding="utf-8")
+        if as_json:
+            print_json(values)
+            return
         console = make_console()
         console.print(constants_view(found.constants, stored))
         for view in (memory_view(cells), time_view(cells, pace_s)):
@@ -182,43 +196,5 @@ def simulate(
             "Memory is that of data loading, without the memory of the trainers.",
             markup=False,
         )
-        if json_path is not None:
-            values = {
-                "constants": found.to_dict()["constants"],
-                "cells": [cell.to_dict() for cell in cells],
-            }
-            json_path.write_text(json.dumps(values, indent=1), encoding="utf-8")
 
     run_guarded(act, debug)
-
-
-class _ProgressBars:
-    """Progress bars on stderr, one for each activity; none if stderr is not a terminal."""
-
-    def __enter__(self) -> Any:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        self._shown = Progress(*columns, console=make_console(stderr=True), transient=True)
-        self._tasks: dict[str, Any] = {}
-        self._shown.__enter__()
-        return self._progress
-
-    def _progress(self, what: str, done: int, of: int) -> None:
-        if what not in self._tasks:
-            self._tasks[what] = self._shown.add_task(what, total=of)
-        self._shown.update(self._tasks[what], completed=done)
-
-    def __exit__(self, *why: Any) -> None:
-        self._shown.__exit__(*why)

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import click
 
-from overlord.cli.common import UNUSABLE, debug_option, fail, make_console, run_guarded
+from overlord.cli.common import (
+    UNUSABLE,
+    debug_option,
+    fail,
+    json_option,
+    make_console,
+    print_json,
+    run_guarded,
+)
 from overlord.errors import JobError
 
 ESTIMATORS = ("hill", "farms", "ks", "published")
@@ -35,21 +43,21 @@ ESTIMATORS = ("hill", "farms", "ks", "published")
     show_default=True,
     help="Matrices with fewer eigenvalues have no exponent.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="OUT.SVG",
     help="Also write a plot of the exponents by block.",
 )
+@json_option
 @debug_option
 def spectra(
     checkpoint: Path,
     estimator: str,
     skip: tuple[str, ...],
     min_eigs: int,
-    as_json: bool,
     plot: Path | None,
+    as_json: bool,
     debug: bool,
 ) -> None:
     """Print the spectra of the weight matrices of a checkpoint.
@@ -59,7 +67,7 @@ def spectra(
     """
 
     def act() -> None:
-        import json
+        from overlord.observe.progress_bars import progress_bar
 
         if plot is not None and not plot.absolute().parent.is_dir():
             raise JobError(
@@ -73,15 +81,20 @@ def spectra(
             from overlord.torch.weight_matrices import SKIP
             from overlord.torch.weight_spectra import HEAD, checkpoint_spectra
 
-            found = checkpoint_spectra(
-                checkpoint, estimator=estimator, skip=skip or SKIP, min_eigs=min_eigs
-            )
+            with progress_bar(make_console(stderr=True), "solved matrices") as advance:
+                found = checkpoint_spectra(
+                    checkpoint,
+                    estimator=estimator,
+                    skip=skip or SKIP,
+                    min_eigs=min_eigs,
+                    progress=advance,
+                )
         except ImportError as missing:
             fail(missing, debug, UNUSABLE, _remedy(missing))
         if plot is not None:
             found.plot(plot)
         if as_json:
-            click.echo(json.dumps(found.to_dict()))
+            print_json(found.to_dict())
             return
         from overlord.observe.tables import grid
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlord.drill.tables import drill_document
 from overlord.job.job import Job
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.strategies import STRATEGIES
@@ -65,6 +67,32 @@ class DemoResult:
     def example_step(self) -> int:
         """The step with the median imbalance without planning: neither best nor worst case."""
         return int(np.argsort(self.compared["vanilla"].bucket, kind="stable")[self.steps // 2])
+
+
+def demo_document(result: DemoResult, out: Path) -> dict[str, Any]:
+    """Return the measurements of a demo in the folder ``out`` as a JSON document."""
+    drill = result.drill
+    return {
+        "job": out / "job.yaml",
+        "report": out / "report.html",
+        "steps": result.steps,
+        "tokens": result.tokens,
+        "tokens_per_s": result.tokens_per_s,
+        "wait_ms": result.wait_ms,
+        "first_wait_ms": result.first_wait_ms,
+        "peak_bytes": result.peak_bytes,
+        "quarantined": result.quarantined,
+        "lost_tokens": result.lost,
+        "strategies": {
+            name: {
+                "bucket": found.bucket.mean(),
+                "microbatch": found.microbatch.mean(),
+                "fill": found.fill.mean(),
+            }
+            for name, found in result.compared.items()
+        },
+        "drill": None if drill is None else drill_document(drill),
+    }
 
 
 def buffer_of(plan: LoadingPlan, job: Job) -> Buffer:

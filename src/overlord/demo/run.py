@@ -26,7 +26,7 @@ from overlord.drill.run import Drill, run_drill
 from overlord.drill.tables import drill_view
 from overlord.jobfile.yaml_file import write_job
 from overlord.observe.progress import Meter, Taken, interruptible, watch
-from overlord.observe.tables import progress_bar
+from overlord.observe.progress_bars import progress_bar
 from overlord.process.resources import pss_bytes
 
 if TYPE_CHECKING:
@@ -105,7 +105,8 @@ def _run_drill(job: Job, faults: str, console: Console, runtime: str) -> DrillRe
     )
     with progress_bar(console, "steps with faults and without", 2 * DRILL_STEPS) as advance:
         return run_drill(
-            drill, lambda run, taken: advance(taken + (DRILL_STEPS if run != "undisturbed" else 0))
+            drill,
+            lambda run, taken: advance(taken + (DRILL_STEPS if run != "undisturbed" else 0), None),
         )
 
 

@@ -44,6 +44,29 @@ def drill_view(report: DrillReport) -> RenderableType:
     )
 
 
+def drill_document(report: DrillReport) -> dict[str, Any]:
+    """Return the result of a drill as a JSON document."""
+    hit, d = report.disturbed, report.difference
+    return {
+        "passed": not (d or hit.missed or hit.unrecovered),
+        "sentence": report.sentence(),
+        "steps": len(hit.waits_s),
+        "strikes": [
+            {"fault": s.fault.action, "worker": s.name, "pid": s.pid, "taken": s.taken}
+            for s in hit.strikes
+        ],
+        "missed": [{"fault": str(fault), "reason": why} for fault, why in hit.missed],
+        "unrecovered": hit.unrecovered,
+        "recoveries": hit.recoveries,
+        "waits_s": hit.waits_s,
+        "samples_lost": d.lost,
+        "samples_repeated": d.repeated,
+        "changed": [{"rank": rank, "step": step} for rank, step in d.changed],
+        "disordered_ranks": d.disordered,
+        "digest": hit.delivered.chain,
+    }
+
+
 def _recovery_time(row: Mapping[str, Any]) -> str:
     return f"{row['seconds']:.2f} s" + (", by standbys" if row.get("stand_bys") else "")
 

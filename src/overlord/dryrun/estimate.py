@@ -236,7 +236,7 @@ def estimate_sizes(
     endless = tuple(replace(source, epochs=None, max_tokens=None) for source in job.sources)
     prepared = PreparedJob(
         uniform(replace(job, journal=None, sources=endless, evaluation=False)),
-        Options(cache_dir=cache_dir),
+        Options(cache_dir=cache_dir, progress=lambda done, of: progress("indexed files", done, of)),
     )
     try:
         found, stored = constants_of(prepared, again=again, progress=progress)

@@ -416,13 +416,14 @@ class JournalLog:
 # reading
 
 
-def read(where: Where) -> Reading:
+def read(where: Where, progress: Callable[[int, int], None] = lambda done, total: None) -> Reading:
     """Read a whole journal with its faults; a job may write to it meanwhile.
 
-    Raise ``JournalError`` if there is no segment.
+    ``progress`` is called with (segments read, total). Raise ``JournalError`` if there is no
+    segment.
     """
     storage = _storage_of(where)
-    reading = _load(storage)
+    reading = _load(storage, progress)
     if not reading.parts:
         raise JournalError(
             storage.shown, "expected a journal, got no segment", "check the path or URI"
@@ -451,12 +452,16 @@ def read_if_any(where: Where) -> list[Record]:
     return reading.records
 
 
-def _load(storage: JournalStorage) -> Reading:
+def _load(
+    storage: JournalStorage, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Reading:
     for _ in range(TRIES):
         chain = SegmentChain()
         try:
-            for name, data in storage.fetch(storage.names()):
+            names = storage.names()
+            for done, (name, data) in enumerate(storage.fetch(names)):
                 chain.feed(name, data)
+                progress(done + 1, len(names))
             return chain.settle()
         except FileNotFoundError:
             continue  # pruned meanwhile

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from overlord.errors import JournalError
@@ -34,10 +35,20 @@ def verify(uri: Where) -> JournalReport:
     return report_of(str(uri), read(uri), decoding=True)
 
 
-def report_of(uri: str, reading: Reading, decoding: bool = False) -> JournalReport:
+def report_of(
+    uri: str,
+    reading: Reading,
+    decoding: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> JournalReport:
+    """Return the contents and faults of a journal; ``decoding``: decode every record.
+
+    ``progress`` is called with (records decoded, total).
+    """
     header, last, faults = reading.header, reading.last, [str(fault) for fault in reading.faults]
     records = reading.records
-    for record in records if decoding else ():
+    for done, record in enumerate(records if decoding else ()):
+        progress(done, len(records))
         try:
             _ = record.body
         except JournalError as error:

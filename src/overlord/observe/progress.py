@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
+from overlord.observe.rates import RateWindow
 from overlord.process.resources import pss_bytes
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class Meter:
     wanted: np.ndarray = field(default_factory=lambda: np.zeros(0))
     samples: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # by source
     source_tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    _recent_tokens: RateWindow = field(default_factory=RateWindow)
+    _recent_steps: RateWindow = field(default_factory=RateWindow)
 
     def add(self, taken: Taken) -> None:
         """Add a taken step to the counters."""
@@ -58,6 +61,9 @@ class Meter:
             self.first_wait_s = taken.wait_s
         self.steps += 1
         self.tokens += taken.tokens
+        now = time.perf_counter()
+        self._recent_tokens.add(now, self.tokens)
+        self._recent_steps.add(now, self.steps)
         self.wait_s += taken.wait_s
         self.last_wait_s = taken.wait_s
         self._count(taken.plan)
@@ -96,6 +102,16 @@ class Meter:
         return self.tokens / max(1e-9, (self.ended or time.perf_counter()) - self.started)
 
     @property
+    def recent_tokens_per_s(self) -> float:
+        """Tokens per second over the last seconds; the mean of the run before the second step."""
+        return self._recent_tokens.rate(time.perf_counter()) or self.tokens_per_s
+
+    def seconds_left(self, steps: int) -> float | None:
+        """Return the seconds until ``steps`` are taken, at the recent rate; None if unknown."""
+        rate = self._recent_steps.rate(time.perf_counter())
+        return (steps - self.steps) / rate if rate > 0 else None
+
+    @property
     def wait_ms(self) -> float:
         """Mean wait in ms of all steps but the first, whose wait includes opening files."""
         return 1e3 * (self.wait_s - self.first_wait_s) / max(1, self.steps - 1)
@@ -120,10 +136,11 @@ def watch(session: StepSource, ranks: Sequence[int], steps: int | None = None) -
         yield Taken(session.plan(taken[0].step), tuple(taken), time.perf_counter() - start)
 
 
-def interruptible(work: Callable[[], T]) -> T:
+def interruptible(work: Callable[[], T], meanwhile: Callable[[], None] = lambda: None) -> T:
     """Run ``work`` in a thread, wait for it, and return its result or raise its error.
 
     The main thread can then handle Ctrl-C at once, even while native code runs in the thread.
+    ``meanwhile`` is called ten times a second in the main thread.
     """
     outcome: list[tuple[Any, BaseException | None]] = []
 
@@ -137,6 +154,7 @@ def interruptible(work: Callable[[], T]) -> T:
     thread.start()
     while thread.is_alive():
         thread.join(0.1)
+        meanwhile()
     result, fault = outcome[0]
     if fault is not None:
         raise fault

@@ -45,6 +45,16 @@ class SourceReport:
         """The number of sampled rows that cannot be used."""
         return sum(self.bad.values())
 
+    def warnings(self) -> list[str]:
+        """Return one text for each defect of the data that the job tolerates."""
+        found = [f"source {self.name!r}: {reason}" for reason in self.reasons()]
+        if self.lost:
+            found.append(
+                f"source {self.name!r}: {self.longer} documents are longer than max_document; "
+                f"{self.lost} of {self.all_tokens} tokens are lost"
+            )
+        return found
+
     def reasons(self) -> list[str]:
         """Return lines of text with the REASONS most frequent reasons of bad rows."""
         often = sorted(self.bad.items(), key=lambda item: (-item[1], item[0]))

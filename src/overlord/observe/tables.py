@@ -1,9 +1,8 @@
-"""Tables and progress bars of the command line, plain text if there is no terminal."""
+"""Tables of the command line, plain text if there is no terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +16,11 @@ from overlord.observe.explain import documents_of_plan
 from overlord.observe.explain_text import of_documents, waits
 from overlord.observe.ring_text import host_memory, limit
 from overlord.observe.stage_text import stage_lines, stage_of_step
+from overlord.observe.terminal_text import one_line, printable
 from overlord.planning.spec import share
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
 
     from overlord.job.job import Job
     from overlord.observe.progress import Meter
@@ -62,7 +62,7 @@ def grid(head: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int =
     for k, name in enumerate(head):
         table.add_column(name, justify="left" if k < text_columns else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(one_line(cell)) for cell in row))
     return table
 
 
@@ -73,55 +73,6 @@ def size(nbytes: float) -> str:
             break
         nbytes /= 1024
     return f"{nbytes:,.0f} {unit}" if unit == "B" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
-
-
-@contextmanager
-def progress_bar(err: Console, what: str, total: int) -> Iterator[Callable[[Any], None]]:
-    """Show a progress bar on a terminal, and nothing without one.
-
-    The context value is a function: called with an int, it sets the number of finished items;
-    called with any other value, it adds one.
-    """
-    if not err.is_terminal:
-        yield lambda _: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    with Progress(
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=err,
-        transient=True,
-    ) as progress:
-        task = progress.add_task(what, total=total)
-        yield (
-            lambda done: (
-                progress.update(task, completed=done)
-                if isinstance(done, int)
-                else progress.advance(task)
-            )
-        )
-
-
-@contextmanager
-def step_counter(
-    err: Console, what: str, total: int | str | None
-) -> Iterator[Callable[[int], None]]:
-    """Show the number of finished steps on a terminal; a bar if ``total`` is a number.
-
-    The context value is a function that receives the number.
-    """
-    if isinstance(total, int):
-        with progress_bar(err, what, total) as advance:
-            yield advance
-        return
-    if not err.is_terminal:
-        yield lambda _: None
-        return
-    with err.status(f"{what} 0 steps") as status:
-        yield lambda done: status.update(f"{what} {done:,} steps")
 
 
 def run_view(
@@ -193,7 +144,7 @@ def run_view(
         views += [
             Text(""),
             Text("last quarantined rows:"),
-            *(Text(_quarantined(q)) for q in quarantine[-REASONS:]),
+            *(Text(one_line(_quarantined(q))) for q in quarantine[-REASONS:]),
         ]
     return Group(*views)
 
@@ -243,7 +194,7 @@ def _quarantined(row: Mapping[str, Any]) -> str:
 def _facts(facts: Sequence[tuple[str, str]]) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, value in facts:
-        table.add_row(Text(name, "dim"), Text(value))
+        table.add_row(Text(one_line(name), "dim"), Text(printable(value)))
     return table
 
 
@@ -283,12 +234,14 @@ def inspect_view(job: Job, reports: Sequence[SourceReport]) -> RenderableType:
                 )
             views.append(
                 Text.assemble(
-                    (r.name, "bold"),
-                    f"  {_lengths(r.tokens)}{_documents(r)}{longer}; columns {columns}; "
-                    f"{sampled}{dropped}",
+                    (one_line(r.name), "bold"),
+                    one_line(
+                        f"  {_lengths(r.tokens)}{_documents(r)}{longer}; columns {columns}; "
+                        f"{sampled}{dropped}"
+                    ),
                 )
             )
-            views += [Text(f"  bad: {reason}") for reason in r.reasons()]
+            views += [Text(one_line(f"  bad: {reason}")) for reason in r.reasons()]
     return Group(*views)
 
 

@@ -83,7 +83,7 @@ def launch(
     stall_warn_s: seconds that a client waits for a step until the reason is logged.
     stall_limit_s: seconds that a client waits until it raises DataStall. NCCL ends a job after 600.
     on_stall: called with (reason, seconds) instead of the logged warning.
-    progress: called with (sources indexed, total) while files are indexed.
+    progress: called with (files indexed, total) while files are indexed.
     broadcast: False makes every rank fetch its own steps, whatever the plan's broadcasts are.
 
     partition: "auto" gives loaders to sources by measured cost, "off" by their index alone.
@@ -146,14 +146,18 @@ def launch(
 
 
 def launch_planning(
-    job: Job, resume: Mapping[str, Any] | None = None, allow: tuple[str, ...] = ()
+    job: Job,
+    resume: Mapping[str, Any] | None = None,
+    allow: tuple[str, ...] = (),
+    progress: Callable[[int, int], None] | None = None,
 ) -> Session:
     """Start a session for its plans alone: nothing is measured, and token ids may be zeros.
 
     The plans are those of the job. Ids of formats that index their lengths are not read. A row
-    with an id out of range, which a run quarantines, is then planned like any other.
+    with an id out of range, which a run quarantines, is then planned like any other. ``progress``:
+    called with (files indexed, total).
     """
-    return _start(job, "local", resume, allow, PlanningOptions())
+    return _start(job, "local", resume, allow, PlanningOptions(progress=progress))
 
 
 def _start(

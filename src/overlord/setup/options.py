@@ -92,7 +92,7 @@ class Options:
     # called with (reason, seconds) instead of a logged warning
     on_stall: Callable[[str, float], None] | None = None
     check: bool = False  # check the invariants of all components after every command; for tests
-    progress: Callable[[int, int], None] | None = None  # called with (sources indexed, total)
+    progress: Callable[[int, int], None] | None = None  # called with (files indexed, total)
     # sources that share a loader worker; None: about 25, fewer workers than cores
     sources_per_host: int | None = None
     hosts: int | None = None  # cores that loader workers may use; None: all of this machine
@@ -210,7 +210,7 @@ class Options:
             )
         if self.progress is not None and not callable(self.progress):
             found.append(
-                "progress: expected a function of (indexed sources, all sources), got "
+                "progress: expected a function of (indexed files, all files), got "
                 f"{self.progress!r}"
             )
         found += self._loader_problems(job) + self._scaling_problems() + self._memory_problems()

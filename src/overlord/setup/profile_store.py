@@ -167,11 +167,13 @@ def quick(
     loads: Sequence[SourceLoad],
     have: JobProfile,
     only: Container[str] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> JobProfile:
     """Return the known profiles, with quick measurements of other sources that may be heavy.
 
     The heaviest sources are measured first, concurrently, within ``TIMEOUTS.probe_s`` for all.
-    ``only`` restricts the measurement to some sources. Only safe and cheap code is run: transforms
+    ``only`` restricts the measurement to some sources. ``progress`` is called with (finished
+    sources, total), in any thread. Only safe and cheap code is run: transforms
     of this package over files on a local disk. User code, stores, mounts and datasets are measured
     by ``overlord profile``, or while the job runs.
     """
@@ -185,6 +187,7 @@ def quick(
         return have
     todo = sorted(wanted, key=lambda i: -loads[i].cost)[::-1]  # popped from the end
     deadline, found = time.monotonic() + TIMEOUTS.probe_s, list[SourceProfile]()
+    progress(0, len(wanted))
 
     def work() -> None:
         while time.monotonic() < deadline:
@@ -192,6 +195,7 @@ def quick(
                 i = todo.pop()
             except IndexError:
                 return
+            progress(len(wanted) - len(todo) - 1, len(wanted))
             try:
                 made = measure(prepared.reader_spec(i), QUICK, lambda: time.monotonic() >= deadline)
             except Exception as error:  # its loader raises the same error later

@@ -13,7 +13,6 @@ import queue
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -272,7 +271,7 @@ def build_indexes(
 ) -> list[Index]:
     """Build the indexes of all sources together; the files of all sources share the threads.
 
-    ``progress(done, total)`` counts sources. Raises one SourceError with all bad sources, or
+    ``progress(done, total)`` counts files. Raises one SourceError with all bad sources, or
     StorageError if storage hangs.
     """
     # Factories need no file access, so nothing can hang.
@@ -284,7 +283,10 @@ def build_indexes(
     started = pool.map(lambda spec, at: _start(spec, cache, at), specs)
     works = [w for w in started if isinstance(w, _Work)]
     _read_all_chunks(
-        pool, [(w, batch) for w in works for batch in _missing(w)], len(specs), progress
+        pool,
+        [(w, batch) for w in works for batch in _missing(w)],
+        sum(len(w.files) for w in works),
+        progress,
     )
     finished = pool.map(lambda w, at: w if isinstance(w, SourceError) else _finish(w), started)
     if errors := [e for e in finished if isinstance(e, SourceError)]:
@@ -337,14 +339,13 @@ def _read_all_chunks(
     n: int,
     progress: Progress | None,
 ) -> None:
-    left = Counter(id(work) for work, _ in tasks)
-    finished = n - len(left)
+    """Read the chunks of all files without a cache entry; ``n`` is the number of all files."""
+    finished = n - sum(len(batch) for _, batch in tasks)
 
-    def done(work: _Work) -> None:
+    def done(read: int) -> None:
         nonlocal finished
-        left[id(work)] -= 1
-        finished += not left[id(work)]
-        if progress and not left[id(work)]:
+        finished += read
+        if progress:
             progress(finished, n)
 
     if progress:
@@ -465,8 +466,8 @@ def _missing(work: _Work) -> list[list[File]]:
     return [left[k : k + FILES_PER_TASK] for k in range(0, len(left), FILES_PER_TASK)]
 
 
-def _read_chunks(task: tuple[_Work, list[File]], at: OnWait) -> _Work:
-    """List the chunks of a few files of one source in ``work.parts``.
+def _read_chunks(task: tuple[_Work, list[File]], at: OnWait) -> int:
+    """List the chunks of a few files of one source in ``work.parts``; return their number.
 
     A bad file is recorded in ``work.problems``, so that all bad files are reported together.
     """
@@ -489,7 +490,7 @@ def _read_chunks(task: tuple[_Work, list[File]], at: OnWait) -> _Work:
                     "check that the file exists and is readable",
                 )
             )
-    return work
+    return len(files)
 
 
 def _finish(work: _Work) -> Index | SourceError:

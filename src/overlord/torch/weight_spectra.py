@@ -6,7 +6,7 @@ A checkpoint on disk needs no model: ``checkpoint_spectra`` reads one tensor at 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -171,11 +171,12 @@ def checkpoint_spectra(
     skip: Sequence[str] = SKIP,
     fused: Mapping[str, tuple[int, ...]] | None = None,
     min_eigs: int = 50,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Spectra:
     """Measure the spectra of a checkpoint of safetensors: a file, an index, or a folder.
 
     Tensors are read one at a time. A config.json in the same folder gives the sizes of fused
-    projections.
+    projections. ``progress`` is called with (matrices solved, total).
     """
     files, folder = _files(Path(path))
     rules = MatrixRules(skip=_patterns(skip), fused=FusedRules(sizes=dict(fused or {})))
@@ -196,19 +197,31 @@ def checkpoint_spectra(
                 last[:] = [(name, where[name].get_tensor(name))]
             return last[0][1]
 
-        return measured(matrices, fetch, Estimator(name=estimator, min_eigs=min_eigs))
+        settings = Estimator(name=estimator, min_eigs=min_eigs)
+        return measured(matrices, fetch, settings, progress=progress)
 
 
 def measured(
-    matrices: Sequence[Matrix], fetch: Fetch, estimator: Estimator, ranks: Ranks | None = None
+    matrices: Sequence[Matrix],
+    fetch: Fetch,
+    estimator: Estimator,
+    ranks: Ranks | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Spectra:
-    """Measure the spectra of matrices; ``fetch`` returns a parameter by its name."""
+    """Measure the spectra of matrices; ``fetch`` returns a parameter by its name.
+
+    ``progress`` is called with (matrices solved by this rank, all matrices).
+    """
+    solved = 0
     ranks = ranks or Ranks()
     if not matrices:
         return Spectra((), estimator.name)
     found = np.zeros((3, len(matrices)))
 
     def keep(index: int, values: np.ndarray, tolerance: float) -> None:
+        nonlocal solved
+        solved += 1
+        progress(solved, len(matrices))
         most = float(np.sqrt(max(values.max(), 0.0)))
         rank = float(values.sum() / values.max()) if values.max() > 0 else 0.0
         small = matrices[index].eigenvalues < estimator.min_eigs

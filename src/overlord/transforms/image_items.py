@@ -12,6 +12,7 @@ are in row order. Inside a patch the order is channel, row, column.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,6 +217,25 @@ def patchify(image: np.ndarray, prefix: Prefix, out: np.ndarray) -> None:
         some = planes[a : a + 256] * scale
         some += shift
         into[a : a + 256] = some
+
+
+def unpatchify(
+    pixels: np.ndarray,
+    grid: tuple[int, int, int],
+    patch: int,
+    merge: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+) -> np.ndarray:
+    """Return the image of patches as bytes ``[height, width, 3]``: the inverse of ``patchify``."""
+    _, gh, gw = grid
+    values = pixels.astype(np.float32)
+    if pixels.dtype != np.uint8:
+        values = values.reshape(gh * gw, CHANNELS, patch * patch)
+        values = 255 * (values * np.array(std)[:, None] + np.array(mean)[:, None])
+    squares = values.reshape(gh // merge, gw // merge, merge, merge, CHANNELS, patch, patch)
+    image = squares.transpose(0, 2, 5, 1, 3, 6, 4).reshape(gh * patch, gw * patch, CHANNELS)
+    return np.clip(np.rint(image), 0, 255).astype(np.uint8)
 
 
 def _affine(prefix: Prefix) -> tuple[np.ndarray, np.ndarray]:

@@ -29,6 +29,18 @@ class Engine(Protocol):
         """Return the id of a token; None if the vocabulary lacks it."""
         ...
 
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of ids of the vocabulary; invalid bytes become replacement marks."""
+        ...
+
+    def special_token(self, token_id: int) -> str | None:
+        """Return the text of a special token; None for any other id."""
+        ...
+
+    def has_id(self, token_id: int) -> bool:
+        """Return whether an id belongs to the vocabulary."""
+        ...
+
 
 class SpanEngine(Protocol):
     """A loaded tokenizer that reports the characters of each token. Runs on: any thread."""
@@ -118,8 +130,9 @@ class _HuggingFace:
         self._tokenizer.no_truncation()
         if exact_offsets:
             self._tokenizer.post_processor = None
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self.special: frozenset[str] = frozenset(t.content for t in added if t.special)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {i: t.content for i, t in added.items() if t.special}
+        self.special: frozenset[str] = frozenset(self._special.values())
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.top: int = max(vocabulary.values(), default=0)
 
@@ -138,6 +151,16 @@ class _HuggingFace:
     def token_id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)
         return found
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return text
+
+    def special_token(self, token_id: int) -> str | None:
+        return self._special.get(token_id)
+
+    def has_id(self, token_id: int) -> bool:
+        return self._tokenizer.id_to_token(token_id) is not None
 
 
 class _SentencePiece:
@@ -173,6 +196,19 @@ class _SentencePiece:
         found = int(self._model.PieceToId(token))
         return found if self._model.IdToPiece(found) == token else None
 
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._model.DecodeIds(ids)
+        return text
+
+    def special_token(self, token_id: int) -> str | None:
+        if not self.has_id(token_id):
+            return None
+        special = self._model.IsControl(token_id) or self._model.IsUnknown(token_id)
+        return str(self._model.IdToPiece(token_id)) if special else None
+
+    def has_id(self, token_id: int) -> bool:
+        return 0 <= token_id <= self.top
+
 
 class _Tiktoken:
     """Engine of the package tiktoken; text that looks like a special token is plain text."""
@@ -206,6 +242,20 @@ class _Tiktoken:
         except KeyError:
             return None
         return found
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._encoding.decode(ids, errors="replace")
+        return text
+
+    def special_token(self, token_id: int) -> str | None:
+        return next((text for text, i in self._special.items() if i == token_id), None)
+
+    def has_id(self, token_id: int) -> bool:
+        try:
+            self._encoding.decode_single_token_bytes(token_id)
+        except KeyError:
+            return False
+        return True
 
 
 def _refuse_template(add_special_tokens: bool, name: str, source: str) -> None:

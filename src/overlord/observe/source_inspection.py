@@ -1,13 +1,14 @@
-"""The checks of ``overlord inspect``: files, sampled rows and failures of every source.
+"""Inspection of the sources of a job: files, sampled rows and failures of every source.
 
 Every source is checked separately, so that a failure of one does not hide the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,27 +36,44 @@ UNCUT = 2**31 - 1  # a context that no sample exceeds
 
 
 def inspect_job(
-    job: Job, *, full: bool = False, workers: int = 4, progress: Callable[[str], None] | None = None
+    job: Job,
+    *,
+    full: bool = False,
+    workers: int = 4,
+    progress: Callable[[float], None] = lambda done: None,
 ) -> list[SourceReport]:
     """Inspect all sources, ``workers`` at a time; return their reports in the job's order.
 
-    ``full``: read every row instead of a sample. ``progress``: called with each finished name.
+    ``full``: read every row instead of a sample. ``progress``: called with the number of finished
+    sources, with fractions of those in progress. Runs on: any thread.
     """
     pool = ThreadPoolExecutor(workers, "overlord-inspect")
+    finished = [0.0] * len(job.sources)
+
+    def inspected(i: int, fraction: float) -> None:
+        finished[i] = fraction
+        progress(sum(finished))
+
     try:
-        started = [pool.submit(inspect_source, source, job, full) for source in job.sources]
-        found = []
-        for source, future in zip(job.sources, started, strict=True):
-            found.append(future.result())
-            if progress:
-                progress(source.name)
-        return found
+        started = [
+            pool.submit(inspect_source, source, job, full, partial(inspected, i))
+            for i, source in enumerate(job.sources)
+        ]
+        return [future.result() for future in started]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # Ctrl-C must not wait for a slow store
 
 
-def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport:
-    """Inspect one source; an exception becomes a failure in its report."""
+def inspect_source(
+    source: Source,
+    job: Job,
+    full: bool = False,
+    progress: Callable[[float], None] = lambda done: None,
+) -> SourceReport:
+    """Inspect one source; an exception becomes a failure in its report.
+
+    ``progress``: called with the finished fraction, at last with 1.
+    """
     out = SourceReport(name=source.name)
     cache = OpenChunkCache(max_open=1)
     try:
@@ -75,8 +93,11 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
         )
         _describe(out, index)
         reader = ChunkReader(index, options, cache)
-        for file in _sampled_files(index, full):
-            _sample_file(out, reader, pipeline, file, full)
+        files = _sampled_files(index, full)
+        for i, file in enumerate(files):
+            read = _sample_file(out, reader, pipeline, file, full)
+            for fraction in read:
+                progress((i + fraction) / len(files))
         _apply_on_long(out, job)
         if index.schema is None and options.columns is not None:
             out.schema = _all_columns(index, options, cache) or out.schema
@@ -91,6 +112,7 @@ def inspect_source(source: Source, job: Job, full: bool = False) -> SourceReport
         out.failures.append(f"source {source.name!r}: {describe_error(fault)}")
     finally:
         cache.close()
+        progress(1.0)
     return out
 
 
@@ -179,19 +201,24 @@ def _sampled_files(index: Index, full: bool) -> list[int]:
 
 def _sample_file(
     out: SourceReport, reader: ChunkReader, pipeline: Pipeline, file: int, full: bool
-) -> None:
-    """Add the first slice of a file's first chunk to the report; ``full``: all slices."""
+) -> Iterator[float]:
+    """Add the first slice of a file's first chunk to the report; ``full``: all slices.
+
+    Yield the finished fraction after each slice.
+    """
     index, path = reader.index, reader.index.files[file].path
     chunks = np.flatnonzero(index.chunks.file == file).tolist()
     readable, reasons = 0, dict[str, int]()
     try:
-        for chunk in chunks if full else chunks[:1]:
+        wanted = chunks if full else chunks[:1]
+        for k, chunk in enumerate(wanted):
             t, last = 0, False
             while not last:
                 raw = reader.slice(chunk, t)
                 readable += raw.table.num_rows
                 _sample_slice(out, raw, pipeline, file, reasons)
                 t, last = t + 1, raw.last or not full
+                yield (k + last) / len(wanted)
     except OverlordError as fault:
         out.failures.append(str(fault))
     out.sampled_files += 1
