@@ -174,7 +174,9 @@ def test_the_length_is_known_where_the_job_says_how_many_steps(tmp_path: Path):
         len(ot.StatefulLoader(text_job(tmp_path, until=8, microbatches=3), microbatches=True)) == 24
     )
     for other in (text_job(tmp_path, until="all"), ending(text_job(tmp_path, until=8))):
-        with pytest.raises(TypeError, match=r"until or stages are a number of steps and which has"):
+        with pytest.raises(
+            TypeError, match=r"number of steps and which has a source without epochs and max_tokens"
+        ):
             len(ot.Dataset(other))
 
 

@@ -354,7 +354,9 @@ class Job:
         """The tokens of the longest sample: ``max_document`` or its default."""
         if self.max_document is not None:
             return self.max_document
-        return document_limit.of_ring(self) if self.hybrid else max(stages.contexts(self))
+        if self.hybrid:
+            return document_limit.of_ring(self)
+        return max(stages.contexts(self)) if self.stages else self.batch.context
 
     def hooks_of(self, kind: str) -> tuple[Hook, ...]:
         """Return the hooks of one kind, in their order."""
@@ -451,9 +453,9 @@ class Job:
             + self._look_ahead_problems()
             + self._limit_problems()
             + self._packing_problems()
-            + (stages.problems(self) if not found else [])
-            + several_documents.problems(self)
-            + even_counts.problems(self)
+            + ([] if found else self._stage_problems())
+            + self._document_problems()
+            + (even_counts.problems(self) if self.strategy == even_counts.EVEN else [])
             + self._image_problems()
             + self._journal_problems()
         )
@@ -541,6 +543,14 @@ class Job:
         if self.max_document is None and not self.hybrid:
             return []
         return document_limit.problems(self)
+
+    def _document_problems(self) -> list[str]:
+        sources = self.sources if isinstance(self.sources, tuple) else ()
+        kinds = {getattr(t, "kind", "") for s in sources for t in getattr(s, "transforms", ())}
+        return several_documents.problems(self) if kinds & {"pair", "group"} else []
+
+    def _stage_problems(self) -> list[str]:
+        return [] if self.stages == () and not self.evaluation else stages.problems(self)
 
     def _packing_problems(self) -> list[str]:
         return packing.problems(self) if isinstance(self.batch, Batch) and self.batch.pads else []

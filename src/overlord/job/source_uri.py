@@ -1,4 +1,4 @@
-"""What a source may be read from: files, a dataset or a factory."""
+"""Problems of what a source is read from: files, a dataset or a factory."""
 
 from __future__ import annotations
 

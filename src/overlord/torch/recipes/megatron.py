@@ -124,7 +124,7 @@ def save(
     Every rank calls it. ``load`` reads the last step that all ranks have written.
     """
     dist, base = process_groups(), Path(folder) / str(step)
-    write(base / str(dist.get_rank()), model, optimizer, loader, no_dist=True)
+    write(base / str(dist.get_rank()), model.module, optimizer, loader, no_dist=True)
     dist.barrier()
     if dist.get_rank() == 0:
         (base / ALL).touch()
@@ -135,5 +135,5 @@ def load(folder: str | os.PathLike[str], model: Any, optimizer: Any, loader: Any
     if (step := last_step(folder, ALL)) is None:
         return 0
     part = Path(folder) / str(step) / str(process_groups().get_rank())
-    read(part, model, optimizer, loader, no_dist=True)
+    read(part, model.module, optimizer, loader, no_dist=True)
     return step + 1
