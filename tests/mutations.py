@@ -34,10 +34,11 @@ TESTS = {
     "plan": ("unit/test_step.py", "properties/test_plan.py", "properties/test_rank_views.py"),
     "planning": (
         "properties/test_concat.py",
+        "unit/test_source_budgets.py",
+        "properties/test_source_budgets.py",
         "unit/test_stages.py",
         "properties/test_stages.py",
         "properties/test_chunk_weights.py",
-        "properties/test_source_budgets.py",
         "unit/test_golden.py",
         "unit/test_planner.py",
         "unit/test_long_documents.py",

@@ -65,11 +65,13 @@ def reference_stream(
                 drawn += mixer.draw(step, total // parts + (m < total % parts))
         if not drawn:
             return
-        yield (
-            drawn
-            if job.look_ahead == 1
-            else mixer.choose(step, [i for i, _ in drawn], score or (lambda _step, _sample: 0.0))
-        )
+        if job.look_ahead > 1:
+            order = [i for i, _ in drawn]
+            drawn = mixer.choose(step, order, score or (lambda _step, _sample: 0.0))
+        for sample in drawn:  # tokens that its stage truncates do not count for a budget
+            given = sum(len(tokens) for *_, tokens in pieces_in_stage(job, step, sample))
+            mixer.streams[job.names.index(sample[0][0])].left += len(sample[1]) - given
+        yield drawn
 
 
 # Keyed hashes
@@ -150,17 +152,26 @@ def part_of(
     return (r for r in rows if keyed_hash(key, r[0], r[1]) < below[r[0], r[1]])
 
 
-def within_budget(stream: Iterator[Sample], source: Source, job: Job) -> Iterator[Sample]:
-    """End a stream before the sample that exceeds `max_tokens`; in chunks, inside that sample."""
-    left = source.max_tokens
-    if left is None:
-        yield from stream
-        return
-    while left > 0 and (sample := next(stream, None)) is not None:
-        if len(sample[1]) > left and job.batch.packing == "documents":
-            return
-        left -= len(sample[1])
-        yield sample
+class WithinBudget:
+    """A stream that ends before the sample that exceeds `max_tokens`; in chunks, inside it."""
+
+    def __init__(self, stream: Iterator[Sample], source: Source, job: Job):
+        self.stream, self.chunks = stream, job.batch.packing == "concat"
+        self.left = float("inf") if source.max_tokens is None else source.max_tokens
+        self.held: Sample | None = None  # the sample that exceeded it
+
+    def __iter__(self) -> WithinBudget:
+        return self
+
+    def __next__(self) -> Sample:
+        if self.left <= 0:
+            raise StopIteration
+        self.held = self.held or next(self.stream)
+        sample, size = self.held, len(self.held[1])
+        if size > self.left and not self.chunks:
+            raise StopIteration
+        self.left, self.held = self.left - size, None
+        return sample
 
 
 def rows_in_order(
@@ -298,7 +309,7 @@ class Mixer:
         self.mixtures = [copy.deepcopy(stage.mixture) for stage in job.stages]
         self.asked: tuple[int, Any] = (-1, None)  # the last step, and the mixture's result for it
         self.streams = [
-            within_budget(samples(job, source, quarantine, long), source, job)
+            WithinBudget(samples(job, source, quarantine, long), source, job)
             for source in job.sources
         ]
         self.active = [True] * len(self.streams)

@@ -19,6 +19,9 @@ from tests.properties.test_concat import delivered as delivered_chunks
 from tests.properties.test_concat import wanted as wanted_chunks
 from tests.properties.test_fixed_shapes import fixed_worlds
 from tests.properties.test_look_ahead import CHOICES, ahead
+from tests.properties.test_stages import delivered as delivered_stages
+from tests.properties.test_stages import job_of, staged_worlds
+from tests.properties.test_stages import wanted as wanted_stages
 from tests.properties.test_stream import delivered, fingerprint, in_order, run, state_after, wanted
 from tests.reference import reference_stream
 from tests.reference_fixed import reference_fixed
@@ -29,7 +32,7 @@ EPOCHS = st.lists(
     min_size=4,
     max_size=4,
 )
-TOKENS = st.lists(st.one_of(st.none(), st.integers(45, 900)), min_size=4, max_size=4)
+TOKENS = st.lists(st.one_of(st.none(), st.integers(64, 900)), min_size=4, max_size=4)
 
 
 def with_budgets(job: ov.Job, tokens: list[int | None]) -> ov.Job:
@@ -180,6 +183,26 @@ def test_fixed_shapes_keep_budgets(
             assert [
                 [tuple(step.info.sample_id(i)) for i in range(len(step.info))] for step in got[0]
             ] == [[key for key, _ in step] for step in steps]
+        check_restores(job, seed, 1 + seed % 3)
+
+
+@given(staged_worlds(), EPOCHS, TOKENS, st.integers(0, 2**20))
+@examples(40)
+def test_stages_and_ramps_keep_budgets(
+    case: tuple[World, tuple[ov.Stage, ...]],
+    epochs: list[float | None],
+    tokens: list[int | None],
+    seed: int,
+) -> None:
+    with folder() as directory:
+        job = with_epochs(with_budgets(job_of(case, directory), tokens), epochs)
+        steps, broken = wanted_stages(job)
+        got, error, _, end = run(job, seed)
+        assert (error is not None) == broken, error
+        assert delivered_stages(job, got) == steps
+        for source in job.sources:
+            given = end["counts"].get("tokens", {}).get(source.name, 0)
+            assert source.max_tokens is None or given <= source.max_tokens
         check_restores(job, seed, 1 + seed % 3)
 
 

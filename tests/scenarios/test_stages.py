@@ -142,7 +142,12 @@ def test_a_killed_coordinator_and_a_second_launch_continue_in_the_stage(
         first = play(session, act={2: killed()}, steps=stop)
     with launch(made, resume="auto", **APART) as session:
         rest = play(session)
-    assert {r: first.steps[r] + rest.steps[r] for r in first.steps} == wanted.steps
+        begun = session.resumed.step
+    # the last acknowledgements are lost where the coordinator had not returned yet
+    assert stop - 2 <= begun <= stop
+    for rank, steps in wanted.steps.items():
+        assert first.steps[rank] == steps[:stop]
+        assert rest.steps[rank] == steps[begun:]
 
 
 @pytest.mark.parametrize("after", [2, 4, 6])

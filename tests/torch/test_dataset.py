@@ -145,7 +145,8 @@ def test_a_state_of_the_middle_of_a_step_is_refused_by_another_mesh(tmp_path: Pa
                 next(iter(second))
             assert second.state_dict() == saved
     with pytest.raises(
-        ov.StateMismatch, match=r"the state of a Loader: load it there, or json\.loads its"
+        ov.StateMismatch,
+        match=r"the state of a Dataset or StatefulLoader: load it there, or json\.loads its",
     ):
         ov.launch(text_job(tmp_path, microbatches=3), resume=saved)
 
@@ -174,7 +175,7 @@ def test_the_length_is_known_where_the_job_says_how_many_steps(tmp_path: Path):
     )
     for other in (text_job(tmp_path, until="all"), ending(text_job(tmp_path, until=8))):
         with pytest.raises(
-            TypeError, match=r"until or stages are a number of steps and which has a source without"
+            TypeError, match=r"number of steps and which has a source without epochs and max_tokens"
         ):
             len(ot.Dataset(other))
 

@@ -305,6 +305,18 @@ def job_of(**changes: Any) -> ov.Job:
     ("changes", "problem"),
     [
         ({"strategy": "hdp_balance"}, "strategy: expected one that places whole samples"),
+        (
+            {"batch": ov.Batch(samples=4, context=512, packing="concat")},
+            "batch.packing: expected 'documents', since samples of source 's' have several",
+        ),
+        (
+            {"batch": ov.Batch(samples=4, context=512, shape="fixed")},
+            "batch.shape: expected 'free', since samples of source 's' have several documents",
+        ),
+        (
+            {"strategy": "even", "batch": ov.Batch(samples=4, context=512, packing="concat")},
+            "got 'even', which counts samples; use 'llm_balance'",
+        ),
         ({"place": ov.Mesh(cp=8)}, "batch.context: expected room for 2 documents of source 's'"),
         (
             {"strategy": "even", "place": ov.Mesh(dp=3)},

@@ -217,6 +217,37 @@ def test_a_conversation_shows_which_turns_have_a_loss(tmp_path: Path) -> None:
     assert any(re.fullmatch(r"\+ \d+⟦<\|im_end\|>⟧", line) for line in lines)
 
 
+def test_both_responses_of_a_pair_are_shown_with_their_roles(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": text, "chosen": " yes", "rejected": f" no {k}"} for k, text in enumerate(TEXTS)
+    ]
+    path = write_rows(tmp_path / "prefs", "jsonl", rows)
+    transforms = [ov.Pair(prompt="prompt"), ov.Tokenize(tokenizer(tmp_path / "tok"))]
+    job = ov.Job(
+        name="dpo",
+        sources=[ov.Source("prefs", path, transforms=transforms)],
+        batch=ov.Batch(samples=6, context=1024),
+        place=ov.Mesh(dp=2, cp=2),
+    )
+    alone = preview_source(job, "prefs", PreviewRequest(samples=2), quiet)
+    for found in (alone, preview_step(job, 1, ALL, quiet)):
+        roles = [sample.role for sample in found.samples]
+        assert roles == ["chosen", "rejected"] * (len(roles) // 2)
+        for sample in found.samples:
+            trained = "".join(s.text for s in sample.segments if s.loss)
+            assert re.fullmatch(" yes" if sample.role == "chosen" else r" no \d+", trained)
+    assert len(alone.samples) == 4
+    assert "rejected: " in as_text(alone)
+
+
+def test_a_step_of_a_later_stage_has_the_batch_of_that_stage(tmp_path: Path) -> None:
+    long = ov.Stage(2, name="long", batch=ov.Batch(samples=4, context=1024))
+    job = texts_job(tmp_path, stages=[ov.Stage(3, name="short"), long])
+    steps = [preview_step(job, step, ALL, quiet) for step in (2, 3)]
+    assert [len(found.samples) for found in steps] == [16, 4]
+    assert len(preview_source(job, "web", PreviewRequest(samples=2), quiet).samples) == 2
+
+
 def test_fill_in_the_middle_shows_its_marks(tmp_path: Path) -> None:
     web = write_rows(tmp_path / "web", "parquet", [{"text": t} for t in TEXTS])
     marks = {"prefix": "<|im_start|>", "suffix": "<|endoftext|>", "middle": 9000}

@@ -110,6 +110,7 @@ STANDARD = {
 EXCEPTIONS = {
     "checks": {"inspect"},  # for the signature of a user's function, no more
     "job.job": {"os.PathLike", "overlord.sources.python_objects", "overlord.uris"},
+    "job.source_uri": {"os.PathLike", "overlord.uris"},
     "mesh": {"os.environ"},  # what ``from_env`` reads when it is given nothing
     "planning.graph.page": {"html.escape", "importlib.resources.files", "os"},
     "planning.graph.page_data": {"base64.b64encode"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,23 @@ def test_a_budget_below_the_first_sample_ends_the_job_with_the_remedy() -> None:
     _, error, _, _ = run(job(source(max_tokens=4), source("b")), 1)
     assert isinstance(error, SourceError)
     assert "expected max_tokens of at least 5, the tokens of its first sample, got 4" in str(error)
+
+
+def test_rows_after_a_budget_are_not_in_quarantine() -> None:
+    """Whether they are read ahead depends on timing."""
+    rows = Rows([{"tokens": [7] * 5 if k < 10 else []} for k in range(15)])
+    whole = ov.Source("a", rows, transforms=[ov.Tokens()], epochs=1, shuffle=False)
+    _, _, bad, _ = run(job(whole, source("b", epochs=1)), 1)
+    assert [row for *_, row in bad] == [10, 11, 12, 13, 14]
+    for tokens in (50, 49):
+        limited = replace(whole, max_tokens=tokens)
+        _, _, bad, end = run(job(limited, source("b", epochs=1)), 1)
+        assert bad == []
+        assert end["counts"]["tokens"]["a"] == tokens // 5 * 5
+        with ov.launch(job(limited, source("b", epochs=1)), prefetch=1) as session:
+            for step in session.client(0):
+                time.sleep(0.1 if step.step < 6 else 0)  # all rows are read meanwhile
+            assert session.quarantine() == []
 
 
 def test_until_first_ends_with_the_first_budget() -> None:
@@ -315,19 +333,34 @@ SIZES = st.lists(
 
 @given(
     SIZES,
-    st.sampled_from(({"samples": 7}, {"tokens": 256}, {"samples": 3, "packing": "concat"})),
+    st.sampled_from(
+        (
+            {"samples": 7},
+            {"tokens": 256},
+            {"samples": 3, "packing": "concat"},
+            {"samples": ov.schedule.linear(3, 12, 30)},
+        )
+    ),
     st.sampled_from(("all", "first", 25)),
+    st.booleans(),
 )
 @examples(40)
 def test_steps_drawn_at_once_end_as_those_drawn_one_by_one(
-    sizes: list[tuple[int, int, float]], batch: dict[str, Any], until: str | int
+    sizes: list[tuple[int, int, float]], batch: dict[str, Any], until: str | int, staged: bool
 ) -> None:
     """All samples of a source have one length, so that the estimate must be the truth."""
     sources = [
         source(f"s{i}", n=n, length=length, weight=weight, epochs=1)
         for i, (n, length, weight) in enumerate(sizes)
     ]
-    made = job(*sources, batch=ov.Batch(**{"context": 64, **batch}), until=until)
+    last = {s.name: 1.0 + i for i, s in enumerate(sources)}
+    stages = (ov.Stage(12), ov.Stage(30, context=128), ov.Stage(None, mixture=last))
+    made = job(
+        *sources,
+        batch=ov.Batch(**{"context": 64, **batch}),
+        until=until,
+        stages=stages if staged and "packing" not in batch else (),
+    )
     planner = PreparedJob(made, Options()).planner()
     known = [SourceSize(samples=n, tokens=length) for n, length, _ in sizes]
     found = forecast(planner.spec, planner.state(), known, [1.0] * len(sizes))

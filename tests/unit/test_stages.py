@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import overlord as ov
 import overlord.torch as ot
 from overlord.cli.main import cli
+from overlord.cli.plan_end import predict_end
 from overlord.errors import JobError, PlanError, StateMismatch
 from overlord.planning.schedule.by_stage import job_schedule
 from overlord.setup.options import Options
@@ -422,6 +423,38 @@ def test_one_word_describes_a_job_with_stages() -> None:
     assert "linear(start=2, end=4, steps=2) samples a step" in repr(
         job(stages=(), batch=ov.Batch(samples=linear(2, 4, 2), context=128))
     )
+
+
+def test_the_end_is_predicted_with_the_sizes_of_the_stages(on_disk: tuple[ov.Job, Path]) -> None:
+    made, _ = on_disk
+    once = replace(
+        made,
+        sources=[replace(source, epochs=1) for source in made.sources],
+        until="all",
+        journal=None,
+    )
+    steps = len(ov.simulate(once).steps[0])
+    plain = replace(once, stages=(), batch=ov.Batch(samples=4, context=128))
+    assert abs(len(ov.simulate(plain).steps[0]) - steps) > 2
+    exact, estimated = predict_end(once, exact=True), predict_end(once)
+    assert exact.forecast.steps == steps
+    assert abs(estimated.forecast.steps - steps) <= 1
+
+
+def test_a_budget_counts_the_tokens_that_stages_deliver() -> None:
+    made = job(
+        sources=[
+            ov.Source.from_dataset("web", ROWS, max_tokens=700),
+            ov.Source.from_dataset("code", ROWS, epochs=1),
+        ],
+        on_long="truncate",
+        until="all",
+    )
+    found = ov.simulate(made)
+    steps = found.steps[0]
+    tokens = sum(int(step.info.tokens[step.info.source == 0].sum()) for step in steps)
+    assert found.error is None
+    assert 700 - 128 < tokens <= 700
 
 
 def test_stages_with_samples_of_several_documents_need_one_limit_for_all() -> None:

@@ -69,6 +69,8 @@ def _row(source: SourceDraft) -> tuple[str, ...]:
 def content(source: SourceDraft) -> str:
     """Return the columns that the transforms read, with their roles."""
     roles = source.roles
+    if roles.pair is not None:
+        return f"pairs ({roles.pair})"
     named = {
         "tokens": roles.tokens,
         "loss": roles.loss,

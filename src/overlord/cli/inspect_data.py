@@ -195,8 +195,9 @@ def remarks(report: DataReport) -> list[str]:
 def defects(report: DataReport) -> list[str]:
     """Return the reasons why a job cannot use the data as they are."""
     found = [f"a row cannot be read: {reason}" for reason in report.bad]
-    usable = _ids_column(report.schema) or chat_column(report.schema) or text_columns(report.schema)
-    if not usable:
+    schema = report.schema
+    usable = _ids_column(schema) or chat_column(schema) or text_columns(schema)
+    if not usable and pair_transforms(schema) is None:
         found.append("no column holds text, messages or token ids; a Map must return 'tokens'")
     return found
 

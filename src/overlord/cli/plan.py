@@ -64,8 +64,7 @@ def plan(
         from overlord.observe.progress_bars import progress_bar
 
         job = read_job(job_yaml, modules)
-        steps = job.end_step or (job.until if isinstance(job.until, int) else None)
-        with progress_bar(make_console(stderr=True), "predicted steps", steps) as advance:
+        with progress_bar(make_console(stderr=True), "predicted steps", job.end_step) as advance:
             found = predict_end(job, exact=exact, progress=advance, note=note)
         if as_json:
             print_json(found.to_dict())

@@ -18,6 +18,7 @@ from overlord.constructor.payload_gather import PayloadGatherer, check_payload
 from overlord.constructor.service import ConstructorService
 from overlord.errors import OverlordError
 from overlord.job.hooks import Hook
+from overlord.mesh import Batch
 from overlord.messages.control import (
     Attach,
     ConstructorPlan,
@@ -43,7 +44,7 @@ class ConstructorWorker(Worker):
         number: int,
         settings: WorkerConfig,
         buckets: Mapping[int, Sequence[int]],
-        batch: BatchByStep,
+        batch: Batch | BatchByStep,
         multiple: int,
         hooks: Sequence[Hook],
         images: PixelForm | None = None,

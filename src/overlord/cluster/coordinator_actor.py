@@ -397,18 +397,25 @@ class CoordinatorActor:
         return self._on_loop(lambda: self._coordinator.all_reported(mark))
 
     def add_source(
-        self, new: NewSource, h: int, fingerprint: dict[str, str], budget_bytes: int
+        self,
+        new: NewSource,
+        h: int,
+        fingerprint: dict[str, str],
+        budget_bytes: int,
+        linked: dict[int, str],
     ) -> Future[None]:
-        """Add a source that loader worker ``h`` reads, which the launching process has started."""
+        """Add a source that loader worker ``h`` reads, which the launching process has started.
+
+        ``linked``: addresses of the constructor workers to which it is connected, by number.
+        """
 
         def act() -> None:
             coordinator, before = self._coordinator, self._coordinator.prepared
             assert isinstance(before, PlannerJob)
             loaders = (*coordinator.placement.loaders, new.source.loaders)
-            prepared = before.joined_by(new.source, fingerprint)
-            coordinator.sources.adopt(
-                prepared.with_loaders(loaders, MULTI_WORKER_READ_AHEAD), h, lambda: self._claim(h)
-            )
+            more = before.joined_by(new.source, fingerprint)
+            more_loaders = more.with_loaders(loaders, MULTI_WORKER_READ_AHEAD)
+            coordinator.sources.adopt(more_loaders, h, lambda: self._claim(h), linked)
             try:
                 coordinator.add_source(
                     new,

@@ -181,15 +181,23 @@ class JobSources:
             worker.lost = "not needed"
             self._pool.end(h, worker)
 
-    def adopt(self, prepared: PreparedJob, h: int, handle: Callable[[], ActorHandle]) -> None:
+    def adopt(
+        self,
+        prepared: PreparedJob,
+        h: int,
+        handle: Callable[[], ActorHandle],
+        linked: Mapping[int, str],
+    ) -> None:
         """Use worker ``h``, which another process started for the last source of a job.
 
+        ``linked``: addresses of the constructor workers to which it is connected, by number.
         ``refuse`` undoes this.
         """
         self.prepared = prepared
         self._placement.sources_of[h] = frozenset([len(prepared.job.sources) - 1])
         if (worker := self._refused.pop(h, None)) is None:
             worker = self._pool.watch(handle(), joined=False)
+            worker.linked.update(linked)
         self._pool.loaders[h] = worker
         self._pool.link(worker)  # a constructor worker may have been restarted since its start
 

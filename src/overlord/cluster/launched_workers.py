@@ -77,6 +77,8 @@ class LaunchedWorkers:
         self.handles: dict[str, ActorHandle] = {}
         n_workers, n_sources = self.placement.n_hosts, len(prepared.job.sources)
         self.sources_of = {h: tuple(range(n_sources)) for h in range(n_workers)}
+        # addresses of constructor workers to which workers of added sources connect at their start
+        self.linked: dict[int, dict[int, str]] = {}
         self._next_number = n_workers  # numbers are never reused
         self._leases: dict[str, int] = {}  # lease ids of workers at the current coordinator
         self._address: tuple[str, str] = ("", "")  # address and token of the current coordinator
@@ -280,7 +282,8 @@ class LaunchedWorkers:
         self.sources_of[number], self._without = (source,), (number, before)
         try:
             starts = self.prepared.loader_starts(source, Cursor())
-            worker = self.factory.loader_worker(number, [source], starts, constructors())
+            self.linked[number] = addresses = dict(constructors())
+            worker = self.factory.loader_worker(number, [source], starts, addresses)
             with self._lock:
                 self._preparing.add(name)
                 self.handles[name] = worker
@@ -295,6 +298,7 @@ class LaunchedWorkers:
     def drop(self, number: int) -> None:
         """End the worker of a source that is not added."""
         self.sources_of.pop(number, None)
+        self.linked.pop(number, None)
         of, before = self._without
         if of == number and before is not None:  # a restarted coordinator must not have the source
             self.prepared = before

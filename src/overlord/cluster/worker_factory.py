@@ -420,7 +420,7 @@ class WorkerFactory:
             c,
             self._settings,
             buckets,
-            job.batches,
+            job.batches if job.stages else job.batch,
             job.document_multiple,
             hooks,
             prepared.images,

@@ -67,7 +67,7 @@ class ConstructorService:
         compact: bool = False,
     ):
         self.assemblers = {a.bucket: a for a in assemblers}
-        self._batches, self._multiple = BatchByStep.of(batch), multiple
+        self._batches, self._multiple = batch, multiple
         self._executor, self._run = executor, run
         self._on_failure, self._hooks, self._broadcast, self._images = (
             cannot,
@@ -129,7 +129,9 @@ class ConstructorService:
             [a for a in self.assemblers.values() if a.needs_payload(info.step)],
         )
         if wanting:
-            info = info.in_stage(self._batches.stage(step), self._batches.at(step).microbatches)
+            stages = self._batches if isinstance(self._batches, BatchByStep) else None
+            stage = None if stages is None else stages.stage(step)
+            info = info.in_stage(stage, self._batches.at(step).microbatches)
             self._staged[step], self._infos[step] = (
                 staged,
                 info if self._broadcast else info.without_broadcast(),

@@ -15,7 +15,8 @@ IDS = ("tokens", "input_ids", "token_ids", "ids")  # usual names of columns with
 MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue")
 LOSS = "loss_mask"  # a column of weights next to ids, as transforms know it
 _PROMPTS = ("prompt", "instruction", "question", "input", "query", "source")
-_RESPONSES = ("completion", "response", "output", "answer", "target", "chosen")
+_RESPONSES = ("completion", "response", "output", "answer", "target")
+_PAIR = ("chosen", "rejected")
 _IMAGE_STARTS = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"RIFF")
 _TEXT_SIZE = 16  # mean characters below which a column of another name is not text to train on
 
@@ -30,12 +31,16 @@ class ColumnRoles:
     tools: str | None = None
     text: str | None = None
     images: str | None = None
+    # Of a chosen and a rejected response: "tokens", "messages" or "text"; None: no such columns.
+    pair: str | None = None
+    prompt: str | None = None  # the column before both responses of a pair
     problem: str = ""
     notes: list[str] = field(default_factory=list)  # decisions that the user should check
 
     @property
     def needs_tokenizer(self) -> bool:
-        return self.text is not None or self.messages is not None
+        texts = self.text is not None or self.messages is not None
+        return texts or self.pair in ("text", "messages")
 
 
 def roles_of(rows: Sequence[Mapping[str, Any]], tar: bool = False) -> ColumnRoles:
@@ -44,6 +49,9 @@ def roles_of(rows: Sequence[Mapping[str, Any]], tar: bool = False) -> ColumnRole
     values = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
     values = {name: found for name, found in values.items() if found}
     out = ColumnRoles(images=_image_column(values, tar))
+    if set(_PAIR) <= set(values):
+        _set_pair(values, out)
+        return out
     out.tokens = _first(values, _is_ids, IDS)
     if out.tokens is not None:
         out.loss = _loss_of(values, out)
@@ -54,6 +62,21 @@ def roles_of(rows: Sequence[Mapping[str, Any]], tar: bool = False) -> ColumnRole
         return out
     _choose_text(values, out)
     return out
+
+
+def _set_pair(values: Mapping[str, list[Any]], out: ColumnRoles) -> None:
+    """Set the kind of the columns of a chosen and a rejected response, and of their prompt."""
+    kinds = {"tokens": _is_ids, "messages": _is_messages, "text": lambda v: isinstance(v, str)}
+    responses = [value for name in _PAIR for value in values[name]]
+    out.pair = next((kind for kind, fits in kinds.items() if all(map(fits, responses))), None)
+    if out.pair is None:
+        out.problem = "expected texts, messages or token ids in 'chosen' and 'rejected', got others"
+    elif out.images is not None:
+        out.problem = "expected pairs of responses without images; images of pairs are not read"
+    elif "prompt" in values:
+        prompts = (*kinds.values(),) if out.pair == "messages" else (kinds[out.pair],)
+        if any(all(map(fits, values["prompt"])) for fits in prompts):
+            out.prompt = "prompt"
 
 
 def _first(

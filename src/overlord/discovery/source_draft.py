@@ -27,6 +27,7 @@ from overlord.sources.formats import DIRECTORY_SUFFIXES, FORMATS
 from overlord.sources.index import Index, build_index, default_cache_dir
 from overlord.transforms.base import Tokens
 from overlord.transforms.chat import Chat
+from overlord.transforms.document_groups import Pair
 from overlord.transforms.images import Images
 from overlord.transforms.tokenize import Tokenize
 
@@ -201,7 +202,9 @@ def add_transforms(
 ) -> None:
     """Set the transforms of a draft, or the problem that no transform fits."""
     roles = draft.roles
-    if roles.tokens is not None:
+    if roles.pair is not None:
+        _add_pair(draft, tokenizer)
+    elif roles.tokens is not None:
         loss = {} if roles.loss is None else {"loss": roles.loss}
         draft.transforms = [{"tokens": {"column": roles.tokens, **loss}}]
     elif roles.messages is not None:
@@ -225,6 +228,26 @@ def add_transforms(
             draft.notes.append("no token ends the documents: the tokenizer names none; set eos")
     if roles.images is not None:
         _add_images(draft, tokenizer, image_token)
+
+
+def _add_pair(draft: SourceDraft, tokenizer: FoundTokenizer | None) -> None:
+    """Add the transforms of pairs: a chosen and a rejected response."""
+    roles = draft.roles
+    prompt = {} if roles.prompt is None else {"prompt": roles.prompt}
+    draft.transforms = [{"pair": {"chosen": "chosen", "rejected": "rejected", **prompt}}]
+    if roles.pair == "tokens":
+        return
+    assert tokenizer is not None, "the caller refuses text without a tokenizer"
+    end = {} if tokenizer.end is None else {"eos": tokenizer.end}
+    if roles.pair == "text":
+        draft.transforms.append({"tokenize": {"tokenizer": tokenizer.name, **end}})
+    elif tokenizer.has_template:
+        draft.transforms.append({"chat": {"tokenizer": tokenizer.name}})
+    else:
+        draft.problem = (
+            f"expected a tokenizer with a chat template for pairs of conversations, got "
+            f"{tokenizer.name} without one; give --tokenizer the folder of a chat model"
+        )
 
 
 def _add_images(
@@ -288,6 +311,7 @@ def made_source(draft: SourceDraft) -> Source:
         "tokenize": Tokenize,
         "chat": Chat,
         "images": Images,
+        "pair": Pair,
     }
     for transform in draft.transforms:
         [(kind, fields)] = transform.items()

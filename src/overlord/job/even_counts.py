@@ -17,7 +17,7 @@ EVEN = "even"
 def problems(job: Job) -> list[str]:
     """Return every reason why microbatches could not have equal numbers of samples, as text."""
     batch, place = job.batch, job.place
-    if job.strategy != EVEN or not isinstance(batch, Batch) or not isinstance(place, Mesh):
+    if not isinstance(batch, Batch) or not isinstance(place, Mesh):
         return []
     if not are_stages(job.stages):
         return []

@@ -7,7 +7,6 @@ class lists all problems of its fields, and one ``JobError`` shows them together
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from os import PathLike
@@ -24,6 +23,7 @@ from overlord.job import (
     one_pass,
     packing,
     several_documents,
+    source_uri,
     stages,
 )
 from overlord.job.consumption import consume_problems
@@ -160,7 +160,7 @@ class Source:
             or "/" in self.name
         ):
             found.append(f"{at}: expected a name without '/', got {self.name!r}")
-        found += self._uri_problems(at)
+        found += source_uri.problems(at, self.uri)
         if self.format is not None and (not isinstance(self.format, str) or not self.format):
             found.append(f"{at}.format: expected the name of a format, got {self.format!r}")
         if not is_real(self.weight) or not math.isfinite(self.weight) or self.weight < 0:
@@ -204,38 +204,6 @@ class Source:
             f"{at}.deferred[{i}]: expected ov.Images(...), got {t!r}; list it in transforms"
             for i, t in wrong
         ]
-
-    def _uri_problems(self, at: str) -> list[str]:
-        if isinstance(self.uri, (list, tuple)):
-            if not self.uri:
-                return [f"{at}.uri: expected at least one file, got an empty list"]
-            if secret := [
-                problem for p in self.uri if isinstance(p, str) for problem in uri_problems(p)
-            ]:
-                return [f"{at}.uri: {problem}" for problem in secret]
-            wrong = [p for p in self.uri if not isinstance(p, (str, PathLike)) or not str(p)]
-            if wrong:
-                return [
-                    f"{at}.uri: expected a list of paths, got {wrong[0]!r} in it; use "
-                    "Source.from_dataset for a list of rows"
-                ]
-            counts = Counter(str(p) for p in self.uri)
-            return [
-                f"{at}.uri: expected every file once, got {p} twice; its rows would be read twice"
-                for p in sorted(counts)
-                if counts[p] > 1
-            ]
-        if isinstance(self.uri, str) and (problems := uri_problems(self.uri)):
-            return [f"{at}.uri: {problem}" for problem in problems]
-        files = isinstance(self.uri, (str, PathLike)) and bool(str(self.uri))
-        sized = hasattr(self.uri, "__getitem__") and hasattr(self.uri, "__len__")
-        dataset = sized and not isinstance(self.uri, (str, bytes, Mapping, type))
-        factory = hasattr(self.uri, "fn") and hasattr(self.uri, "shards")
-        return (
-            []
-            if files or dataset or factory
-            else [f"{at}.uri: expected files, a dataset or a factory, got {self.uri!r}"]
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,8 +254,7 @@ class Job:
         the context of all dp x cp ranks together, which share a document.
     evaluation: whether the job evaluates: one pass over its sources without shuffling, whose
         ``epochs`` and ``shuffle`` it replaces. Default False. See ``ov.evaluation``.
-    stages: list of ``ov.Stage``, one after another; they replace batch, mixture and context for
-        some steps. Default (): none.
+    stages: list of ``ov.Stage``, with a batch or mixture of their own. Default (): none.
     hooks: ``ov.loader_do_plan(...)`` and ``ov.constructor_do_plan(fn)``, executed in this order.
         Default (): none.
     """
@@ -332,13 +299,10 @@ class Job:
             raise JobError(problems, f"job {self.name!r}")
 
     def __repr__(self) -> str:
-        size = stages.shown_size(self)
         how = f"{shown_name(self.strategy)}, sync {self.sync}"
-        how = f"one pass, {how}" if self.evaluation else how
-        return (
-            f"Job({self.name!r}, {len(self.sources)} sources, {size}, {self.place}, "
-            f"{how}, seed {self.seed})"
-        )
+        what = f"{len(self.sources)} sources, {stages.shown_size(self)}, {self.place}"
+        once = "one pass, " if self.evaluation else ""
+        return f"Job({self.name!r}, {what}, {once}{how}, seed {self.seed})"
 
     @staticmethod
     def from_yaml(path: str | PathLike[str]) -> Job:
@@ -362,13 +326,11 @@ class Job:
         return tuple(source.name for source in self.sources)
 
     @property
-    def batches(self) -> BatchByStep:
-        """Return the batch of every step: of its stage, with the sizes of ramps."""
+    def batches(self) -> BatchByStep:  # the batch of every step: of its stage, without ramps
         return stages.batches(self)
 
     @property
-    def end_step(self) -> int | None:
-        """The step before which the job ends at the latest; None if data alone ends it."""
+    def end_step(self) -> int | None:  # the step before which ``until`` or stages end the job
         return stages.end(self)
 
     @property
@@ -392,7 +354,9 @@ class Job:
         """The tokens of the longest sample: ``max_document`` or its default."""
         if self.max_document is not None:
             return self.max_document
-        return document_limit.of_ring(self) if self.hybrid else max(stages.contexts(self))
+        if self.hybrid:
+            return document_limit.of_ring(self)
+        return max(stages.contexts(self)) if self.stages else self.batch.context
 
     def hooks_of(self, kind: str) -> tuple[Hook, ...]:
         """Return the hooks of one kind, in their order."""
@@ -489,9 +453,9 @@ class Job:
             + self._look_ahead_problems()
             + self._limit_problems()
             + self._packing_problems()
-            + (stages.problems(self) if not found else [])
-            + several_documents.problems(self)
-            + even_counts.problems(self)
+            + ([] if found else self._stage_problems())
+            + self._document_problems()
+            + (even_counts.problems(self) if self.strategy == even_counts.EVEN else [])
             + self._image_problems()
             + self._journal_problems()
         )
@@ -579,6 +543,14 @@ class Job:
         if self.max_document is None and not self.hybrid:
             return []
         return document_limit.problems(self)
+
+    def _document_problems(self) -> list[str]:
+        sources = self.sources if isinstance(self.sources, tuple) else ()
+        kinds = {getattr(t, "kind", "") for s in sources for t in getattr(s, "transforms", ())}
+        return several_documents.problems(self) if kinds & {"pair", "group"} else []
+
+    def _stage_problems(self) -> list[str]:
+        return [] if self.stages == () and not self.evaluation else stages.problems(self)
 
     def _packing_problems(self) -> list[str]:
         return packing.problems(self) if isinstance(self.batch, Batch) and self.batch.pads else []

@@ -393,11 +393,9 @@ def entries(records: Sequence[Record]) -> list[Entry]:
 
 
 def _job_entry(prepared: PreparedJob, step: int) -> Entry:
-    job, batches = prepared.job, prepared.job.batches
-    stages = [(part.first, part.name or k) for k, part in enumerate(batches.parts)]
-    return checkpoint.job(
-        step, job.names, prepared.fingerprint, slots_of(job), stages if batches.staged else ()
-    )
+    job, parts = prepared.job, prepared.job.batches.parts if prepared.job.stages else ()
+    stages = [(part.first, part.name or k) for k, part in enumerate(parts)]
+    return checkpoint.job(step, job.names, prepared.fingerprint, slots_of(job), stages)
 
 
 def slots_of(job: Job) -> str:

@@ -70,7 +70,7 @@ class TokenFront:
 def token_fronts(
     pool: LookAheadPool, streams: Sequence[SourceStream], state: StreamState, names: Sequence[str]
 ) -> list[TokenFront]:
-    """Return the fronts of the sources: the samples of the pool, of which some are cut, first.
+    """Return the fronts of the sources: the samples of the pool first, of which some are cut.
 
     Raise ``PlanError`` if a cut sample has no rest: its source was changed.
     """

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from overlord.batch_by_step import size_of
 from overlord.mesh import Batch
 from overlord.messages.control import Skip, StreamState
 from overlord.planning.draw import Drawer, MissingSamples
@@ -173,6 +174,7 @@ class _Forecaster:
                 return 1
             held = 1 + state.step // HELD
         stops = [e.at for e in state.events if not isinstance(e, Skip) and e.at > state.step]
+        stops += [stop for stop in spec.stage_starts if stop > state.step]
         stops += [spec.until] if isinstance(spec.until, int) else []
         stops += [stop for stop in spec.stage_starts if stop > state.step]
         most = min(held, *(stop - state.step for stop in stops)) if stops else held
@@ -186,10 +188,10 @@ class _Forecaster:
                 most = min(most, int(self._left(i) / each) - MARGIN)
         if spec.draw == "random":
             most = min(most, AT_ONCE // amount)
-        most = max(1, min(most, ENDLESS // 2**10 // amount))
-        while most > 1 and spec.batch_at(state.step + most - 1) != spec.batch_at(state.step):
+        most = min(most, ENDLESS // 2**10 // amount)
+        while most > 1 and spec.batch_at(state.step + most - 1) != self._batch:  # a ramp
             most //= 2
-        return most
+        return max(1, most)
 
     @property
     def _batch(self) -> Batch:
@@ -198,14 +200,12 @@ class _Forecaster:
 
     @property
     def _amount(self) -> int:
-        batch = self._batch
-        chunks = batch.tokens_of_chunks if batch.in_chunks else None
-        return chunks or batch.samples or batch.tokens or 1
+        return size_of(self._batch)[0]
 
     def _drawer(self, steps: int) -> Drawer:
-        batch = self._batch
         if steps == 1:
             return self._drawers.at(self._state.step)
+        batch = self._batch
         if batch.samples is not None:
             batch = replace(batch, samples=batch.samples * steps)
         else:

@@ -37,7 +37,7 @@ from overlord.messages.control import (
 from overlord.messages.data import Announce, DecodeFailures
 from overlord.planning.budgets import check_begun, fronts_of, is_reached, limited
 from overlord.planning.chunks import place_chunks
-from overlord.planning.draw import LoaderRequests, MissingSamples, RankProgress, lacking
+from overlord.planning.draw import Front, LoaderRequests, MissingSamples, RankProgress, lacking
 from overlord.planning.mixture import (
     Feedback,
     Mixture,
@@ -463,13 +463,16 @@ class Planner:
         self._mix()
         state, drawn_tokens = self._state, self.ledger.tokens.tolist()
         while True:
-            fronts = fronts_of(spec, state, self._streams, self._pool, drawn_tokens)
+            fronts: Sequence[Front] = self._streams
+            if spec.budgeted or self._pool:
+                fronts = fronts_of(spec, state, self._streams, self._pool, drawn_tokens)
             drawer, accounts = self._drawers.at(state.step), (state.owed, state.active)
             drawn = drawer.draw(state.step, self._weights, *accounts, fronts)
             if isinstance(drawn, MissingSamples):
                 pulled = self._pool.open if self._pool else lambda i: 0
                 return self._wait({i: n - pulled(i) for i, n in drawn.need.items()})
-            check_begun(spec, state.active, drawn, drawn_tokens, self._streams)
+            if spec.budgeted:
+                check_begun(spec, state.active, drawn, drawn_tokens, self._streams)
             if any(map(sum, drawn.counts)):
                 break
             # Nothing was drawn: the job ends, or earlier long samples have used up the tokens.

@@ -95,7 +95,7 @@ class PlannerSpec:
     sync: str = "microbatch"  # when ranks wait for each other
     model: Model | None = None  # by which strategies balance; None: a 12B Llama
     images: bool = False  # some source has images: every plan must assign them to encoders
-    batches: BatchByStep | None = None  # None: ``batch`` at every step
+    batches: BatchByStep | None = None  # None: ``batch`` at every step, with its ramps
     end: int | None = None  # step before which stages or ``until`` end the job
     mixture_starts: tuple[int, ...] = ()  # first steps of stages with a mixture of their own
     # "split" or "truncate" samples longer than the context of their stage; None: there are none
@@ -105,9 +105,14 @@ class PlannerSpec:
     def names(self) -> tuple[str, ...]:
         return tuple(s.name for s in self.sources)
 
+    @property
+    def budgeted(self) -> bool:
+        """Whether a source has a budget of tokens."""
+        return any(source.max_tokens is not None for source in self.sources)
+
     def batch_at(self, step: int) -> Batch:
         """Return the batch of a step."""
-        return self.batch if self.batches is None else self.batches.at(step)
+        return (self.batch if self.batches is None else self.batches).at(step)
 
     @property
     def stage_starts(self) -> tuple[int, ...]:

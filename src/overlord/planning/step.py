@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from overlord.documents import LENGTHS
 from overlord.errors import PlanError
 from overlord.mesh import BUCKET_AXES, Batch, Mesh
 from overlord.messages.control import StreamState
@@ -182,8 +183,10 @@ def _with_documents(plan: LoadingPlan, buffer: Buffer, place: Mesh) -> LoadingPl
 
     Raise ``PlanError`` unless sizes count the padding of each document, on whole microbatches.
     """
-    if (documents := documents_of_buffer(buffer)) is None:
+    if LENGTHS not in (*buffer.documents, *buffer.meta):
         return plan
+    documents = documents_of_buffer(buffer)
+    assert documents is not None
     if problem := documents.problem(plan.tokens):
         raise PlanError(f"documents: {problem}", buffer.step)
     if plan.tasks is not None:

@@ -26,6 +26,7 @@ class Document:
     tokens: np.ndarray  # int64
     loss: np.ndarray  # float32; 0: not predicted, or masked; NaN: unknown, in an earlier step
     begin: int = 0  # tokens of the sample before this piece
+    role: int = -1  # position among the documents of its sample; -1: the sample is one document
     after: float = 0.0
 
 
@@ -127,7 +128,8 @@ def _documents(
     microbatch: Microbatch, arrays: Mapping[str, np.ndarray], batch: Batch
 ) -> Iterator[Document]:
     tokens, mask = arrays["tokens"], arrays["loss_mask"]
-    for piece, begin in zip(microbatch.samples, microbatch.begins.tolist(), strict=True):
+    pieces = zip(microbatch.samples, microbatch.begins.tolist(), _roles(microbatch), strict=True)
+    for piece, begin, role in pieces:
         if tokens.ndim == 2:
             ids, weights = tokens[piece.offset, : piece.length], mask[piece.offset, : piece.length]
         else:
@@ -139,8 +141,15 @@ def _documents(
             tokens=ids,
             loss=_of_tokens(weights, positions, len(ids), batch),
             begin=begin,
+            role=role,
             after=float(weights[-1]),
         )
+
+
+def _roles(microbatch: Microbatch) -> list[int]:
+    """Return the role of each entry of ``samples``; -1 for samples of one document."""
+    n = len(microbatch.samples)
+    return microbatch["roles"].tolist()[:n] if "roles" in microbatch else [-1] * n
 
 
 def _of_tokens(mask: np.ndarray, positions: np.ndarray, n: int, batch: Batch) -> np.ndarray:
@@ -185,8 +194,9 @@ def _blank(head: Microbatch) -> list[Document]:
             sample=piece.sample,
             tokens=np.zeros(piece.length, np.int64),
             loss=np.zeros(piece.length, np.float32),
+            role=role,
         )
-        for piece in head.samples
+        for piece, role in zip(head.samples, _roles(head), strict=True)
     ]
 
 

@@ -23,6 +23,7 @@ from overlord.preview.pictures import Picture, pictures_of
 from overlord.session.launch import launch
 from overlord.transforms.chat import Chat
 from overlord.transforms.chat_content import read_chat_tokenizer
+from overlord.transforms.document_groups import Pair
 from overlord.transforms.tokenize import Tokenize
 from overlord.transforms.tokenizer_content import read_content
 from overlord.transforms.tokenizer_engines import Engine, load_engine
@@ -53,6 +54,7 @@ class PreviewSample:
     sample: str
     source: str
     begin: int  # tokens of the sample before this piece
+    role: str  # chosen, rejected, response N; empty: the sample is one document
     tokens: int
     loss_tokens: int
     segments: tuple[Segment, ...]
@@ -106,15 +108,16 @@ def preview_source(job: Job, name: str, request: PreviewRequest, progress: Advan
     batches = batches_of(plan, steps, alone.place, alone.batch)
     samples = [
         _sample(document, engines, pictures, request)
-        for batch in batches
-        for document in batch.documents
+        for document in _of_first(
+            [document for batch in batches for document in batch.documents], request.samples
+        )
     ]
     whole = PreviewMicrobatch(
         ranks=(0,),
         microbatch=0,
         tokens=sum(batch.tokens for batch in batches),
         padding=sum(batch.padding for batch in batches),
-        samples=tuple(samples[: request.samples]),
+        samples=tuple(samples),
         hidden_samples=0,
     )
     return Preview(
@@ -154,6 +157,7 @@ def _source_alone(job: Job, source: Source, samples: int) -> Job:
         max_document=job.document_limit,
         look_ahead=1,
         overflow="grow",
+        stages=(),
         hooks=tuple(hook for hook in job.hooks if hook.kind != CONSUME),
         journal=None,
     )
@@ -266,6 +270,15 @@ class Engines:
             self._loaded[name] = self._load(self._sources[name])
         return self._loaded[name]
 
+    def role(self, document: Document) -> str:
+        """Return the role of a document in its sample; empty for a sample of one document."""
+        if document.role < 0:
+            return ""
+        transforms = self._sources[document.sample.source].transforms
+        if any(isinstance(t, Pair) for t in transforms):
+            return ("chosen", "rejected")[document.role]
+        return f"response {document.role}"
+
     def _load(self, source: Source) -> Engine | None:
         for t in source.transforms:
             if isinstance(t, Tokenize):
@@ -288,15 +301,21 @@ def _microbatch(
     pictures: Mapping[Any, list[Picture]],
     request: PreviewRequest,
 ) -> PreviewMicrobatch:
-    shown = batch.documents[: request.samples]
+    shown = _of_first(batch.documents, request.samples)
     return PreviewMicrobatch(
         ranks=batch.ranks,
         microbatch=batch.microbatch,
         tokens=batch.tokens,
         padding=batch.padding,
         samples=tuple(_sample(document, engines, pictures, request) for document in shown),
-        hidden_samples=len(batch.documents) - len(shown),
+        hidden_samples=len({d.sample for d in batch.documents} - {d.sample for d in shown}),
     )
+
+
+def _of_first(documents: Sequence[Document], samples: int) -> list[Document]:
+    """Return the documents of the first samples: a sample may have several."""
+    first = list(dict.fromkeys(document.sample for document in documents))[:samples]
+    return [document for document in documents if document.sample in first]
 
 
 def _sample(
@@ -312,6 +331,7 @@ def _sample(
         sample=str(document.sample),
         source=document.sample.source,
         begin=document.begin,
+        role=engines.role(document),
         tokens=n,
         loss_tokens=int(np.count_nonzero(document.loss > 0)),
         segments=tuple(segments),

@@ -40,7 +40,7 @@ def preview_view(preview: Preview, legend: bool = True) -> RenderableType:
 
 def heading(preview: Preview, batch: PreviewMicrobatch) -> str:
     """Return a line about a microbatch: its place, samples, tokens and padding."""
-    n = len(batch.samples) + batch.hidden_samples
+    n = len({sample.sample for sample in batch.samples}) + batch.hidden_samples
     samples, tokens = f"{n} sample{'s' * (n != 1)}", f"{batch.tokens:,} tokens"
     if preview.source is not None:
         return f"source {preview.source}: the first {samples} of its stream, {tokens}"
@@ -73,6 +73,7 @@ def _sample_views(sample: PreviewSample) -> Iterator[RenderableType]:
 def counts(sample: PreviewSample) -> str:
     """Return the numbers of tokens of a sample, as text."""
     begin = f"from token {sample.begin:,}: " if sample.begin else ""
+    begin = f"{sample.role}: {begin}" if sample.role else begin
     return f"{begin}{sample.tokens:,} tokens, {sample.loss_tokens:,} with a loss"
 
 

@@ -509,6 +509,7 @@ class ClusterRuntime:
                 prepared,
                 fingerprint,
                 budget_bytes,
+                workers.linked[prepared],
                 done=lambda: new.event in launcher.ask("applied_events"),
             )
 

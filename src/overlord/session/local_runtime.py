@@ -85,7 +85,8 @@ class LocalRuntime:
         for i, cursor in enumerate(self.planner.state().cursors.tolist()):
             for loader, reader in prepared.loaders_for(i, Cursor(*cursor)):
                 self.loading.open(loader, reader)
-        self._images, self._batches = prepared.images, job.batches
+        self._images = prepared.images
+        self._batches = job.batches if job.stages else job.batch
         self._broadcast, self._seed = options.broadcast, job.seed
         self._pop_hooks = job.hooks_of(LOADER)
         self.building = ConstructorService(

@@ -209,7 +209,7 @@ class PreparedJob:
             images=self.images is not None,
             sync=job.sync,
             model=job.model,
-            batches=job.batches,
+            batches=job.batches if job.stages else None,
             end=job.end_step,
             mixture_starts=mixture_starts(job),
             cut_samples=cut_samples(job),
@@ -421,8 +421,8 @@ def _pipeline(job: Job, source: Source) -> Pipeline:
         seed=job.seed,
         context=job.document_limit,
         on_long=job.on_long,
-        room=smallest_context(job),
-        cuts=job.batch.in_chunks or cut_samples(job) is not None,
+        room=smallest_context(job) if job.stages else job.batch.context,
+        cuts=job.batch.in_chunks or (bool(job.stages) and cut_samples(job) is not None),
     )
 
 

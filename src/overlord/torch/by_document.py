@@ -22,18 +22,23 @@ def document_sums(
     ranks are then to be added.
     """
     flat = values.reshape(-1)
-    if positions is None and (whole := tokens_of_all(mb)) > len(flat):
-        raise JobError(
-            [
-                f"positions: expected those of a slice of {len(flat)} of {whole} tokens (context "
-                "parallelism), got none; give the positions of its tokens in "
-                "the whole microbatch (overlord.constructor.rank_views.slice_index)"
-            ],
-            "document_sums",
-        )
+    check_positions(mb, positions, len(flat), "document_sums")
     document = document_of_tokens(mb, positions, len(flat), flat.device)
     n = len(mb["cu_seqlens_padded"]) - 1
     return flat.new_zeros(n).index_add(0, document, flat)
+
+
+def check_positions(mb: Mapping[str, Any], positions: Any, tokens: int, where: str) -> None:
+    """Raise ``JobError`` for ``tokens`` of a slice of a microbatch without their positions."""
+    if positions is None and (whole := tokens_of_all(mb)) > tokens:
+        raise JobError(
+            [
+                f"positions: expected those of a slice of {tokens} of {whole} tokens (context "
+                "parallelism), got none; give the positions of its tokens in "
+                "the whole microbatch (overlord.constructor.rank_views.slice_index)"
+            ],
+            where,
+        )
 
 
 def document_of_tokens(

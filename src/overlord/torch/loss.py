@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from overlord.errors import JobError
-from overlord.torch.by_document import document_of_tokens, tokens_of_all
+from overlord.torch.by_document import check_positions, document_of_tokens
 from overlord.torch.microbatch_info import IGNORE
 from overlord.torch.tensor_step import as_tensor
 
@@ -166,15 +166,7 @@ def source_losses(
 def _by_source(losses: torch.Tensor, mb: Mapping[str, Any], positions: Any, n: int) -> torch.Tensor:
     """Return the sums of losses and the numbers of labelled tokens by source, [2, sources]."""
     flat = losses.detach().reshape(-1).double()
-    if positions is None and (whole := tokens_of_all(mb)) > len(flat):
-        raise JobError(
-            [
-                f"positions: expected those of a slice of {len(flat)} of {whole} tokens (context "
-                "parallelism), got none; give the positions of its tokens in "
-                "the whole microbatch (overlord.constructor.rank_views.slice_index)"
-            ],
-            "source_losses",
-        )
+    check_positions(mb, positions, len(flat), "source_losses")
     labels, ids = (as_tensor(mb[key]).to(flat.device) for key in ("labels", "source_ids"))
     document = document_of_tokens(mb, positions, len(flat), flat.device)
     weight = (labels.reshape(-1) != IGNORE).double()

@@ -58,7 +58,7 @@ from overlord.transforms.columns import (
     unequal_items,
     unfit_rows,
 )
-from overlord.transforms.document_groups import GroupedIds, executed
+from overlord.transforms.document_groups import GROUPED, GroupedIds, executed
 from overlord.transforms.encoders import KEY, Encoders, check_messages, check_tools
 from overlord.transforms.fill_in_middle import FillInMiddle, keys_of
 from overlord.transforms.grouped_rows import checks_of, run_grouped
@@ -134,7 +134,11 @@ class Pipeline:
         pieces, so their metadata has runs of equal loss weights.
         """
         self.source, self._given, self._cuts = source, tuple(transforms), cuts
-        self.transforms: tuple[Transform, ...] = executed(source, self._given)
+        self.transforms: tuple[Transform, ...] = self._given
+        if any(
+            isinstance(t, GROUPED) or isinstance(getattr(t, "loss", 0), tuple) for t in transforms
+        ):
+            self.transforms = executed(source, self._given)
         self.seed, self.context, self.on_long = seed, context, on_long
         self.room = context if room is None else room
         code = [i for i, t in enumerate(self.transforms) if t.user_code]

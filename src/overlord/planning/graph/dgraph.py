@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlord.documents import LENGTHS
 from overlord.errors import JobError, PlanError
 from overlord.mesh import Mesh, broadcast_dims
 from overlord.plan.module_ranks import own_mesh
@@ -270,14 +271,16 @@ class DGraph:
             **(ragged if whole else {name: c.take(self.sample) for name, c in ragged.items()}),
             **self.columns,
         }
-        lengths = None if self.items else lengths_of(self.buffer, self.sample)
+        several = not self.items and LENGTHS in self.buffer.meta
+        lengths = lengths_of(self.buffer, self.sample) if several else None
+
+        def evaluated(fn: CostFn | str, what: str) -> np.ndarray:
+            each = partial(checked_costs, fn, what=what)
+            return each(columns, n) if lengths is None else summed(each, columns, lengths, n)
+
         try:
-            costs, held = (
-                summed(partial(checked_costs, fn), columns, lengths, n),
-                None
-                if memory is None
-                else summed(partial(checked_costs, memory, what="memory"), columns, lengths, n),
-            )
+            costs = evaluated(fn, "cost")
+            held = None if memory is None else evaluated(memory, "memory")
         except PlanError as e:
             raise PlanError(e.problem, self.buffer.step, e.remedy) from None
         what = f"cost({title_of(fn)}{'' if memory is None else f', memory={title_of(memory)}'})"
@@ -499,7 +502,7 @@ class DGraph:
                 **{n: assignment_of(g, n, ends[n]) for n, g in modules.items()},
             },
             tasks=self.tasks,
-            documents=documents_of_buffer(b),
+            documents=documents_of_buffer(b) if LENGTHS in (*b.documents, *b.meta) else None,
             extra={
                 "trail": list(self.trail),
                 "weights": dict(b.weights),
@@ -523,7 +526,10 @@ class DGraph:
         if self.items:
             return next(iter(self.columns.values())).astype(np.int64)
         multiple = self.buffer.batch.document_multiple(self.tree)
-        return sample_sizes(self.buffer, self.sample, multiple, self.tasks)
+        if self.tasks is not None or LENGTHS in self.buffer.meta:
+            return sample_sizes(self.buffer, self.sample, multiple, self.tasks)
+        tokens = np.asarray(self.buffer.column("tokens"), np.int64)[self.sample]
+        return tokens if multiple == 1 else -(-tokens // multiple) * multiple
 
     def check_sizes(self, capacity: int) -> None:
         """Raise ``PlanError`` for a node larger than ``capacity``; 0: no limit."""
