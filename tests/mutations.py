@@ -387,7 +387,7 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "planning/step.py",
+        "planning/look_ahead.py",
         (
             "those that wait for their turn age too",
             "rows if left else rows[: int(last[0]) if len(last) else 0]",
@@ -932,7 +932,7 @@ MUTATIONS = [
         ("bad data are a reason to leave", " and isinstance(error, StorageError)\n", "\n"),
     ),
     *_at(
-        "planning/step.py",
+        "planning/look_ahead.py",
         ("samples of a lost source stay held", "return self._release(i)[1] > 0", "return False"),
     ),
     *_at(

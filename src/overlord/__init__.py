@@ -77,7 +77,7 @@ _HOME = {
     "Step": "overlord.client.client",
     "Microbatch": "overlord.client.client",
     "simulate": "overlord.dryrun.virtual_run",
-    "Explanation": "overlord.observe.explain",
+    "Explanation": "overlord.observe.explanation",
     **dict.fromkeys(_ERRORS, "overlord.errors"),
 }
 _MODULES = {
@@ -161,7 +161,7 @@ if TYPE_CHECKING:
     from overlord.mesh import Batch as Batch
     from overlord.mesh import ClientPlaceTree as ClientPlaceTree
     from overlord.mesh import Mesh as Mesh
-    from overlord.observe.explain import Explanation as Explanation
+    from overlord.observe.explanation import Explanation as Explanation
     from overlord.plan.plan import LoadingPlan as LoadingPlan
     from overlord.plan.routes import Route as Route
     from overlord.plan.routes import Routes as Routes

@@ -20,7 +20,7 @@ import overlord as ov
 from overlord.cli.main import cli
 from overlord.cli.plan_step import find_sample
 from overlord.errors import PlanError
-from overlord.observe.explain import SampleExplanation, StepExplanation
+from overlord.observe.explanation import SampleExplanation, StepExplanation
 from overlord.observe.sample_lookup import parse_id
 from tests.corpus import write_rows
 from tests.processes import until

@@ -23,7 +23,7 @@ from overlord.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from overlord.observe.explain import Explanation
+    from overlord.observe.explanation import Explanation
 
 
 @click.command()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from overlord.cli.job_position import JobPosition, RecordedSteps
 from overlord.errors import JobError, PlanError, StateMismatch
 from overlord.mesh import AXES, ClientPlaceTree
-from overlord.observe.explain import SampleExplanation, explain_sample, find
+from overlord.observe.explain import explain_sample, find
+from overlord.observe.explanation import SampleExplanation
 from overlord.planning.mixture import skipped
 from overlord.session.inspection import current_knowledge
 from overlord.session.launch import launch_planning

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from overlord.observe.explain import (
+from overlord.observe.explanation import (
     ModulePlacement,
     SampleExplanation,
     SourceShare,
@@ -14,7 +14,7 @@ from overlord.observe.explain import (
 from overlord.planning.graph.page_data import spans
 
 if TYPE_CHECKING:
-    from overlord.observe.explain import Explanation
+    from overlord.observe.explanation import Explanation
 
 SOURCES = 24  # sources of a step that are listed
 FILES = 3  # files of a source that are listed

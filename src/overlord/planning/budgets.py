@@ -14,8 +14,8 @@ from overlord.errors import SourceError
 from overlord.messages.control import StreamState
 from overlord.planning.chunks import TokenFront, token_fronts
 from overlord.planning.draw import Drawn, Front
+from overlord.planning.look_ahead import LookAheadPool
 from overlord.planning.spec import PlannerSpec, SourceSpec
-from overlord.planning.step import LookAheadPool
 from overlord.planning.stream import SourceStream
 
 ALL = 2**62  # more tokens than a stream has

@@ -16,8 +16,8 @@ from overlord.messages.control import StreamState
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.cut_pieces import cut_pieces, piece_buffer
 from overlord.planning.draw import Drawn, LoaderRequests
+from overlord.planning.look_ahead import LookAheadPool
 from overlord.planning.step import (
-    LookAheadPool,
     PieceColumns,
     PlacedStep,
     StepContext,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -38,8 +38,8 @@ from overlord.messages.data import Announce, DecodeFailures
 from overlord.planning.budgets import check_begun, fronts_of, is_reached, limited
 from overlord.planning.chunks import place_chunks
 from overlord.planning.draw import Front, LoaderRequests, MissingSamples, RankProgress, lacking
+from overlord.planning.look_ahead import LookAheadPool, place_chosen
 from overlord.planning.mixture import (
-    Feedback,
     Mixture,
     added_sources,
     checked_change,
@@ -50,6 +50,7 @@ from overlord.planning.mixture import (
 from overlord.planning.selection import counts_of
 from overlord.planning.spec import (
     DrawerByStep,
+    Handover,
     Ledger,
     LostSources,
     NewSource,
@@ -59,20 +60,10 @@ from overlord.planning.spec import (
     without_lost,
 )
 from overlord.planning.status import PlannerStatus, check_accounts, ready_buffer
-from overlord.planning.step import LookAheadPool, PlacedStep, StepContext, place_chosen, place_drawn
+from overlord.planning.step import PlacedStep, StepContext, place_drawn
 from overlord.sample import Buffer
 
 Command = Refill | PlannedStep | EndOfJob | DropHeldSamples | RestartLoader | SourceLost
-
-
-class Handover(NamedTuple):
-    """State that a planner takes over from the one it replaces."""
-
-    stop: EndOfJob | None
-    ended: EndOfJob | None
-    ledger: Ledger
-    feedback: Feedback
-    taken: dict[int, int]  # rank -> last step it took
 
 
 class Planner:

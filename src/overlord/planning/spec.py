@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,11 +15,18 @@ from overlord.errors import StorageError
 from overlord.job.model import Model
 from overlord.job.several_documents import grouped
 from overlord.mesh import Batch, Mesh
-from overlord.messages.control import AddSource, Cursor, PlannedStep, SourceLost, StreamState
+from overlord.messages.control import (
+    AddSource,
+    Cursor,
+    EndOfJob,
+    PlannedStep,
+    SourceLost,
+    StreamState,
+)
 from overlord.messages.data import DecodeFailures
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.draw import Drawer
-from overlord.planning.mixture import Schedule, in_order, lost_sources, with_added_sources
+from overlord.planning.mixture import Feedback, Schedule, in_order, lost_sources, with_added_sources
 from overlord.planning.stream import BadRow, SourceStream
 from overlord.sample import Buffer
 
@@ -536,3 +543,13 @@ class RecentPlans(deque[PlannedStep]):
         self._samples += len(stage.plan)
         while len(self) > KEPT_PLANS or (len(self) > 1 and self._samples > KEPT_SAMPLES):
             self._samples -= len(self.popleft().plan)
+
+
+class Handover(NamedTuple):
+    """State that a planner takes over from the one it replaces."""
+
+    stop: EndOfJob | None
+    ended: EndOfJob | None
+    ledger: Ledger
+    feedback: Feedback
+    taken: dict[int, int]  # rank -> last step it took

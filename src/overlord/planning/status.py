@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from overlord.messages.control import EndOfJob, StreamState
+from overlord.planning.look_ahead import LookAheadPool
 from overlord.planning.spec import PlannerSpec
-from overlord.planning.step import LookAheadPool, PieceColumns, StepContext, gather
+from overlord.planning.step import PieceColumns, StepContext, gather
 from overlord.planning.stream import SourceStream
 from overlord.sample import Buffer
 

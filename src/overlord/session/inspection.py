@@ -20,7 +20,8 @@ from overlord.setup.options import Options, ring_bytes
 
 if TYPE_CHECKING:
     from overlord.client.client import Client
-    from overlord.observe.explain import Explanation, Known
+    from overlord.observe.explain import Known
+    from overlord.observe.explanation import Explanation
     from overlord.planning.graph.dgraph import DGraph
     from overlord.sample import SampleId
     from overlord.scaling.profile import JobProfile

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from overlord.buffer_pool import BufferPool
-from overlord.client.client import LocalStepQueue
+from overlord.client.local_queue import LocalStepQueue
 from overlord.cluster.autoscale import LoadObserver, observing_scaler
 from overlord.concurrency.event_loop import CommandLoop, Done, Executor, ThreadExecutor
 from overlord.constructor.assembler import Assembler

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from overlord.client.client import LocalStepQueue, State, StepQueue
+from overlord.client.client import State, StepQueue
+from overlord.client.local_queue import LocalStepQueue
 from overlord.errors import DataStall, JobError, OverlordError
 from overlord.messages.control import PlannedStep, StreamState
 from overlord.serving.control_server import RemoteClient, WorkerServedQueue

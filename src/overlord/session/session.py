@@ -24,7 +24,7 @@ from overlord.session.served_ranks import serve
 from overlord.setup.prepared_job import PreparedJob
 
 if TYPE_CHECKING:
-    from overlord.observe.explain import Explanation
+    from overlord.observe.explanation import Explanation
     from overlord.planning.graph.dgraph import DGraph
     from overlord.sample import SampleId
     from overlord.scaling.profile import JobProfile

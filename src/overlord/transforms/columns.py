@@ -535,3 +535,12 @@ class RowFrame:
 
     def take(self, rows: np.ndarray) -> None:
         self.table, self.index = self.table.take(arrow_of(rows)), self.index[rows]
+
+
+def select_columns(frame: RowFrame, names: Sequence[str], made: Sequence[str]) -> None:
+    """Keep the named columns, those that transforms ``made``, and hidden ones."""
+    for name in names:
+        column(frame.table, name, "any type")
+    hidden = [name for name in frame.table.column_names if name.startswith(HIDDEN)]
+    kept = [*names, *(name for name in made if name not in names), *hidden]
+    frame.table = frame.table.select(kept)

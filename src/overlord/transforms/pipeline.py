@@ -48,13 +48,13 @@ from overlord.transforms.columns import (
     check_ids,
     check_meta,
     check_texts,
-    column,
     from_values,
     meta_column,
     meta_rows,
     read_ids,
     read_meta,
     retyped,
+    select_columns,
     unequal_items,
     unfit_rows,
 )
@@ -427,9 +427,9 @@ class Pipeline:
         elif isinstance(t, Tokens):
             _use_ids(frame, t)
         elif isinstance(t, Select):
-            _select(
+            select_columns(
                 frame,
-                t,
+                t.columns,
                 made=[IDS]
                 if any(isinstance(p, ID_TRANSFORMS) for p in self.transforms[:position])
                 else [],
@@ -591,12 +591,3 @@ def _use_ids(frame: RowFrame, t: Tokens) -> None:
     if frame.table.num_rows and (kept := weights_of(frame.table)) is not None:
         ids, _ = read_ids(frame.table, IDS)
         frame.drop(unequal_weights(kept, ids.lengths))
-
-
-def _select(frame: RowFrame, t: Select, made: list[str]) -> None:
-    for name in t.columns:
-        column(frame.table, name, "any type")
-    hidden = [name for name in frame.table.column_names if name.startswith(HIDDEN)]
-    frame.table = frame.table.select(
-        [*t.columns, *(name for name in made if name not in t.columns), *hidden]
-    )
