@@ -3,7 +3,7 @@
     python -m tests.python_versions [--envs FOLDER] PYTHON ...
 
 ``PYTHON`` is an interpreter, such as ``python3.12``. Each has a virtual environment of its own,
-which is kept. Tests of torch are left out: the CPU build of torch that the suite pins is for one
+which is kept. Tests that need torch are left out: the CPU build of torch that the suite pins is for one
 version of Python.
 """
 
@@ -24,8 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 ENVS = ROOT / "build" / "python-versions"
 FOLDERS = ("tests/unit", "tests/properties")
-# Checks of the repository itself, which need its tools or its git.
-LEFT_OUT = ("--ignore=tests/unit/test_docs.py", "--ignore=tests/unit/test_package.py")
+# Tests of pages and of the distribution, and all that need torch or transformers.
+PAGES = ("test_docs", "test_docs_site", "test_docs_language", "test_package")
+NEEDS = re.compile(r"\b(torch|transformers)\b")
 RAY = "2.60.0"
 LIMIT_S = 7200.0
 BEGIN, END = "<!-- Python: written by make python-versions -->", "<!-- end of Python -->"
@@ -48,6 +49,16 @@ def environment(envs: Path, python: str) -> tuple[Path, str]:
     return own, version
 
 
+def test_files() -> list[str]:
+    """Return the files of tests that run."""
+    paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("test_*.py"))]
+    return [
+        str(path.relative_to(ROOT))
+        for path in paths
+        if path.stem not in PAGES and not NEEDS.search(path.read_text(encoding="utf-8"))
+    ]
+
+
 def tested(envs: Path, python: str) -> tuple[str, str]:
     """Test one interpreter; return its version and its row."""
     own, version = environment(envs, python)
@@ -56,7 +67,7 @@ def tested(envs: Path, python: str) -> tuple[str, str]:
         "PYTHONPATH": str(ROOT / "src"),
         "OVERLORD_CACHE": str(ROOT / "build" / "cache"),
     }
-    command = [str(own), "-m", "pytest", "-q", "-n", "2", *FOLDERS, *LEFT_OUT]
+    command = [str(own), "-m", "pytest", "-q", "-n", "2", *test_files()]
     done = subprocess.run(
         command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=LIMIT_S
     )

@@ -145,8 +145,7 @@ def test_a_state_of_the_middle_of_a_step_is_refused_by_another_mesh(tmp_path: Pa
                 next(iter(second))
             assert second.state_dict() == saved
     with pytest.raises(
-        ov.StateMismatch,
-        match=r"the state of a Dataset or StatefulLoader: load it there, or json\.loads its",
+        ov.StateMismatch, match=r"the state of a Loader: load it there, or json\.loads its"
     ):
         ov.launch(text_job(tmp_path, microbatches=3), resume=saved)
 

@@ -54,7 +54,7 @@ def seen(step: Any) -> tuple[Any, ...]:
         step.plan_digest,
         step.global_valid_tokens,
         arrays,
-        [[tuple(p) for p in mb.samples] for mb in step],
+        [[(*p, k) for p, k in zip(mb.samples, mb.begins.tolist(), strict=True)] for mb in step],
     )
 
 

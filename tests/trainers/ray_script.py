@@ -18,6 +18,7 @@ if __name__ == "__main__":
     passed = {name: value for name, value in os.environ.items() if name.startswith("TRAINERS_")}
     hook = "tests.trainers.ray_worker.record"
     ray.init(
+        address="local",  # never a cluster that runs on this machine already
         num_cpus=2,
         include_dashboard=False,
         runtime_env={"worker_process_setup_hook": hook, "env_vars": passed},

@@ -189,12 +189,17 @@ def execute(source: str, page: Path, run: Run, out: Path) -> list[int]:
     write_data(folder)
     (folder / "out").mkdir(exist_ok=True)
     (folder / "killed").mkdir(exist_ok=True)
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pids = {_fork(source, page, run, r, port, folder): r for r in range(run.ranks)}
-    codes, deadline = [-1] * run.ranks, time.monotonic() + LIMIT_S
+    with socket.socket() as port:
+        # Nobody else is given a port that is bound; rank 0 can listen there all the same.
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(("127.0.0.1", 0))
+        n = port.getsockname()[1]
+        return _wait({_fork(source, page, run, r, n, folder): r for r in range(run.ranks)})
+
+
+def _wait(pids: dict[int, int]) -> list[int]:
+    """Wait for the ranks, whose numbers are given by process; kill them at the limit."""
+    codes, deadline = [-1] * len(pids), time.monotonic() + LIMIT_S
     while pids and time.monotonic() < deadline:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in pids:

@@ -134,6 +134,19 @@ PYTHON = [
     ROOT / "docs" / "index.md",
     ROOT / "docs" / "start" / "your-data.md",
     ROOT / "docs" / "reference" / "metrics.md",
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in [
+            "budgets",
+            "chat",
+            "evaluation",
+            "loss-weights",
+            "model",
+            "packing",
+            "pairs",
+            "stages",
+        ]
+    ),
     *sorted((ROOT / "docs" / "howto").glob("*.md")),
     *PRIMITIVES,
 ]

@@ -190,7 +190,7 @@ def test_a_download_that_hangs_ends_with_a_remedy(name: str, monkeypatch: pytest
     for library, call in ((huggingface_hub, "hf_hub_download"), (tiktoken, "get_encoding")):
         monkeypatch.setattr(library, call, lambda *a, **k: time.sleep(2))
     with pytest.raises(
-        TransformError, match=r"expected an end within 0 s, got none; fetch it where"
+        TransformError, match=r"expected the download to end within 0 s, got no end; fetch it where"
     ):
         pipeline(name)
 

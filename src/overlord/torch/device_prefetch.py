@@ -25,7 +25,7 @@ from overlord.torch.tensor_step import (
     TensorMicrobatch,
     TensorStep,
     about,
-    detached_samples,
+    detached_contents,
     slots_of,
     tensor_of,
     why_missing,
@@ -322,7 +322,7 @@ class DevicePrefetcher:
             all_keys = {key: on_device[key] if key in on_device else kept[key] for key in mb}
             # Use these arrays: reading mb would expand its arrays once more.
             facts = MicrobatchInfo.of({key: moved.get(key, kept.get(key)) for key in mb})
-            made.append(TensorMicrobatch(all_keys, detached_samples(mb), facts, why_missing(mb)))
+            made.append(TensorMicrobatch(all_keys, detached_contents(mb), facts, why_missing(mb)))
         n = len(microbatches)
         return _Ready(TensorStep(about(step), made[:n], made[n:]), after, copied)
 

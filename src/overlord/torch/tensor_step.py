@@ -112,20 +112,33 @@ class InStep(NamedTuple):
     is_last: bool | None = None
 
 
+class Contents(NamedTuple):
+    """The samples of a microbatch."""
+
+    samples: list[Piece]
+    begins: np.ndarray  # tokens of each sample before its piece
+
+    @staticmethod
+    def of(microbatch: Mapping[str, Any]) -> Contents:
+        """Return the samples of a microbatch; a mapping of another library has none."""
+        samples = list(getattr(microbatch, "samples", ()))
+        return Contents(samples, getattr(microbatch, "begins", np.zeros(len(samples), np.int64)))
+
+
 class TensorMicrobatch(Mapping[str, torch.Tensor]):
     """A mapping of name to tensor, with the ``.samples`` and the step of its microbatch."""
 
-    __slots__ = ("_facts", "_in_step", "_samples", "_tensors", "_why")
+    __slots__ = ("_contents", "_facts", "_in_step", "_tensors", "_why")
 
     def __init__(
         self,
         made: dict[str, torch.Tensor],
-        samples: Callable[[], list[Piece]] | list[Piece],
+        contents: Callable[[], Contents] | Contents,
         facts: MicrobatchInfo | None = None,
         why: str = "",
         in_step: InStep = InStep(),  # noqa: B008  # immutable
     ):
-        self._tensors, self._samples, self._facts, self._why = made, samples, facts, why
+        self._tensors, self._contents, self._facts, self._why = made, contents, facts, why
         self._in_step = in_step
 
     @staticmethod
@@ -133,7 +146,7 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
         """Return the tensors of a microbatch, which share its memory."""
         return TensorMicrobatch(
             _shared(microbatch),
-            lambda: list(getattr(microbatch, "samples", ())),
+            lambda: Contents.of(microbatch),
             why=why_missing(microbatch),
             in_step=InStep(*(getattr(microbatch, name, None) for name in InStep._fields)),
         )
@@ -154,7 +167,15 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
     @property
     def samples(self) -> list[Piece]:
         """The samples of the microbatch."""
-        return self._samples() if callable(self._samples) else self._samples
+        return self._read().samples
+
+    @property
+    def begins(self) -> np.ndarray:
+        """The tokens of each sample before its piece here: int64, 0 for whole samples."""
+        return self._read().begins
+
+    def _read(self) -> Contents:
+        return self._contents() if callable(self._contents) else self._contents
 
     @property
     def step(self) -> int | None:
@@ -175,7 +196,7 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
         """Return the microbatch as part of a step."""
         if in_step == self._in_step:
             return self
-        return TensorMicrobatch(self._tensors, self._samples, self._facts, self._why, in_step)
+        return TensorMicrobatch(self._tensors, self._contents, self._facts, self._why, in_step)
 
     @property
     def facts(self) -> MicrobatchInfo:
@@ -190,13 +211,13 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
     def without(self, keys: Sequence[str]) -> TensorMicrobatch:
         """Return the microbatch without some of its keys."""
         kept = {key: t for key, t in self._tensors.items() if key not in keys}
-        return TensorMicrobatch(kept, self._samples, self.facts, self._why, self._in_step)
+        return TensorMicrobatch(kept, self._contents, self.facts, self._why, self._in_step)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> TensorMicrobatch:
         """Return a copy on a device; arrays that the CPU reads stay on the CPU."""
         return TensorMicrobatch(
             _moved(self._tensors, torch.device(device), non_blocking),
-            self._samples,
+            self._contents,
             self.facts,
             self._why,
             self._in_step,
@@ -206,7 +227,7 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
         """Return a copy in pinned memory; ``DataLoader(pin_memory=True)`` calls it."""
         return TensorMicrobatch(
             {key: t.pin_memory() for key, t in self._tensors.items()},
-            self._samples,
+            self._contents,
             self._facts,
             self._why,
             self._in_step,
@@ -214,7 +235,7 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         in_step = self._in_step
-        return TensorMicrobatch, (self._tensors, self.samples, self._facts, self._why, in_step)
+        return TensorMicrobatch, (self._tensors, self._read(), self._facts, self._why, in_step)
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{k} {t.dtype}{list(t.shape)}" for k, t in self._tensors.items())
@@ -347,10 +368,10 @@ def why_missing(microbatch: Mapping[str, Any]) -> str:
     return ""
 
 
-def detached_samples(microbatch: Mapping[str, Any]) -> Callable[[], list[Piece]]:
-    """Return a function like ``.samples`` that does not keep the memory of the step alive."""
+def detached_contents(microbatch: Mapping[str, Any]) -> Callable[[], Contents]:
+    """Return a function for the samples that does not keep the memory of the step alive."""
     if not isinstance(microbatch, Microbatch):
-        return lambda: list(getattr(microbatch, "samples", ()))
+        return lambda: Contents.of(microbatch)
     info = microbatch.info
     # The bytes of the real state are in the same memory as the arrays.
     info = replace(info, after=EncodedState(info.step + 1, np.zeros(0, np.uint8)))
@@ -359,4 +380,4 @@ def detached_samples(microbatch: Mapping[str, Any]) -> Callable[[], list[Piece]]
     if "attention_mask" in microbatch:
         kept["attention_mask"] = np.zeros((0, 0), bool)  # the key marks the padded layout
     small = Microbatch(kept, info, np.arange(len(info)))
-    return lambda: small.samples
+    return lambda: Contents.of(small)
