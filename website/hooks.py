@@ -43,15 +43,16 @@ def _name(path: Path) -> str:
 def _text(path: Path) -> str:
     """Return the Markdown of a file's page."""
     inside = path.relative_to(ROOT).as_posix()
+    hidden = "---\nsearch: {exclude: true}\n---\n"  # the search finds documentation, not code
     if path.is_dir():
         rows = sorted(p for p in path.iterdir() if p.suffix in (".py", ".md") and p.is_file())
         lines = [f"- [{p.name}]({p.name})" for p in rows if p.name != "__init__.py"]
-        return f"# {inside}\n\n" + "\n".join(lines) + "\n"
+        return f"{hidden}# {inside}\n\n" + "\n".join(lines) + "\n"
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        return text
+        return hidden + text
     language = LANGUAGES.get(path.suffix, "text")
-    return f"# {inside}\n\n````{language}\n{text}````\n"
+    return f"{hidden}# {inside}\n\n````{language}\n{text}````\n"
 
 
 def _links(page: Path, text: str) -> list[Path]:
@@ -103,3 +104,10 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
         return f"{match[1]}{os.path.relpath(at, Path(name).parent)}{match[3] or ''})"
 
     return LINK.sub(rewritten, markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Point links of notebooks to pages; the plugin keeps their names of files."""
+    if not page.file.src_uri.endswith(".ipynb"):
+        return html
+    return re.sub(r'(href="(?![a-z]+:)[^"#]*)\.(?:md|ipynb)(#[^"]*)?"', r'\1.html\2"', html)

@@ -43,6 +43,17 @@ def test_pages_load_nothing_from_a_network(site: Path):
     assert outside == set()
 
 
+def test_links_of_built_pages_lead_to_built_pages(site: Path):
+    broken = []
+    for page in [site / "index.html", *site.glob("[a-qs-z]*/**/*.html")]:
+        for target in re.findall(
+            r'href="([^"#:]+\.(?:html|md|ipynb))(?:#[^"]*)?"', page.read_text()
+        ):
+            if not (page.parent / target).exists():
+                broken.append((str(page.relative_to(site)), target))
+    assert broken == []
+
+
 def test_the_reference_has_every_public_name(site: Path):
     pages = "".join(p.read_text() for p in (site / "reference" / "api").glob("*.html"))
     modules = {"__version__", "cost", "schedule", "strategy", "torch"}
