@@ -54,7 +54,9 @@ class Writing:
     @property
     def blueprint(self) -> Any:
         return SimpleNamespace(
-            job=SimpleNamespace(names=tuple(self.names), place="tree", sync="step", model=None),
+            job=SimpleNamespace(
+                names=tuple(self.names), place="tree", sync="step", model=None, stages=()
+            ),
             fingerprint={"draw": "exact-1"},
         )
 

@@ -485,7 +485,7 @@ MUTANTS = (
         "take for heard what was only said",
         "a planner dies while it is told of a change, and the next one is not told of it",
         ((Launcher, "ask", _take_for_heard),),
-        323,
+        509,
         _says_to_planner,
     ),
 )

@@ -451,6 +451,7 @@ def test_a_source_has_the_fields_and_defaults_of_the_interface() -> None:
         "weight": 1.0,
         "shuffle": True,
         "epochs": None,
+        "max_tokens": None,
         "max_bad": 100,
         "workers": "threads",
         "max_sample_bytes": 2**26,
@@ -558,5 +559,6 @@ def test_a_job_names_its_fields_in_the_order_of_the_interface() -> None:
         "on_long",
         "max_document",
         "evaluation",
+        "stages",
         "hooks",
     ]

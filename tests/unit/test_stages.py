@@ -245,7 +245,8 @@ def test_tensors_of_a_dataset_have_the_stage_and_its_microbatches() -> None:
     with ov.launch(made) as session:
         flat = list(ot.Dataset(session.client(0), microbatches=True))
         assert len(flat) == 2 * 1 + 2 * 3
-    assert len(list(ot.Dataset(made, rank=0, microbatches=True))) == len(flat)
+    with ot.Loader(made, microbatches=True) as loader:
+        assert len(list(loader)) == len(flat)
 
 
 # States
