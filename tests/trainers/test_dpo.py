@@ -112,7 +112,7 @@ def test_losses_are_those_of_trl_on_the_same_pairs(tmp_path: Path, loss_type: li
     with ot.Loader(pair_job(tmp_path, samples=8, microbatches=1)) as loader:
         rows = [row for step in loader for mb in step for row in trl_rows(mb)]
     alone = dpo_trainer(tmp_path, loss_type=loss_type)
-    batches = DataLoader(rows, batch_size=8, collate_fn=alone.data_collator)  # type: ignore[arg-type]
+    batches = DataLoader(rows, batch_size=8, collate_fn=alone.data_collator)
     alone.get_train_dataloader = lambda: batches
     expected = losses(alone)
     assert len(set(expected)) == STEPS
