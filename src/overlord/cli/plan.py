@@ -84,9 +84,10 @@ def plan(
         from overlord.observe.tables import plan_view
 
         job, console = read_job(job_yaml, modules), make_console()
-        changes = {} if strategy is None else {"strategy": strategy_named(strategy)}
         job = replace(
-            job, **changes, place=job.place if place is None else parse_place(place, job.place)
+            job,
+            strategy=job.strategy if strategy is None else strategy_named(strategy),
+            place=job.place if place is None else parse_place(place, job.place),
         )
         what_if, err = place is not None or strategy is not None, make_console(stderr=True)
         with (
