@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.errors import JobError
 from overlord.job.job import DRAWS, MIX_EVERY, ON_LONG, SYNCS, WORKERS, Job, Source
-from overlord.jobfile import yaml_file
 from overlord.jobfile.yaml_file import read_job, register_function, write_job
 from overlord.mesh import CP_SPLITS, LABELS, LAYOUTS, Batch, ClientPlaceTree
 from overlord.planning.strategies import STRATEGIES
@@ -334,7 +333,7 @@ def test_a_file_names_a_registered_function_as_strategy(tmp_path: Path):
 def test_a_strategy_that_two_functions_have_as_a_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(yaml_file, "_functions", dict(yaml_file._functions))
+    JOB_FILE_FUNCTIONS.replace(monkeypatch, dict(JOB_FILE_FUNCTIONS.real))
     register_function("packed", by_rank)
     (problem,) = problems(EXAMPLE + "strategy: packed\n", tmp_path)
     assert problem.startswith("strategy: expected one strategy of the name 'packed', got ")

@@ -108,7 +108,7 @@ def inspect_source(
         if not len(out.tokens) and not out.failures:
             out.failures.append(
                 f"source {source.name!r}: no sampled row became a "
-                f"sample{_lacking(pipeline, out) or _all_long(out, job)}"
+                f"sample{_lacking(pipeline, out) or _all_long(out, job) or _all_bad(out)}"
             )
     except OverlordError as fault:
         out.failures.append(str(fault))
@@ -195,6 +195,10 @@ def _all_long(out: SourceReport, job: Job) -> str:
         if out.longer
         else ""
     )
+
+
+def _all_bad(out: SourceReport) -> str:
+    return f"; {reasons[0]}" if (reasons := out.reasons()) else ""
 
 
 def _sampled_files(index: Index, full: bool) -> list[int]:
