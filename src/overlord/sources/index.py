@@ -474,13 +474,6 @@ def _missing(work: _Work) -> list[list[File]]:
     return [left[k : k + FILES_PER_TASK] for k in range(0, len(left), FILES_PER_TASK)]
 
 
-def _readable(spec: IndexSpec) -> bool:
-    """Return whether rows of a source may be read at launch."""
-    if isinstance(spec.path, Factory):
-        return False  # its start may be slow
-    return spec.reads_datasets or not is_python_object(spec.path)
-
-
 def _read_chunks(task: tuple[_Work, list[File]], at: OnWait) -> int:
     """List the chunks of a few files of one source in ``work.parts``; return their number.
 
@@ -494,11 +487,9 @@ def _read_chunks(task: tuple[_Work, list[File]], at: OnWait) -> int:
             work.parts[file.path] = retry_briefly(lambda f=file: fmt.chunks(access, f, options))  # type: ignore[misc]
             if file is work.files[0]:
                 work.schema = retry_briefly(lambda f=file: fmt.schema(access, f, options))  # type: ignore[misc]
-                if work.schema is None and _readable(work.spec):
-                    parts = work.parts[file.path]
-                    retry_briefly(
-                        lambda f=file, c=parts: check_first_rows(fmt, access, f, c, options)  # type: ignore[misc]
-                    )
+                if work.schema is None and (access.held is None or work.spec.reads_datasets):
+                    of = (work.parts[file.path], options)
+                    retry_briefly(lambda f=file, of=of: check_first_rows(fmt, access, f, *of))  # type: ignore[misc]
             work.stale = True
         except (BadFile, StorageUnreachable) as error:
             work.problems.append((file.path, error.problem, error.remedy))
