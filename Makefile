@@ -27,7 +27,7 @@ types: $(VENV)/.test
 unit: $(VENV)/.test
 	$(BIN)/python -m pytest -n 3 --dist worksteal tests
 
-# The same with every size: 1,000 simulated clusters, all meshes on Ray, all numbers of ranks. Half an hour.
+# The same with every size: 1,000 simulated clusters, all meshes and values on Ray, all numbers of ranks. Half an hour.
 test-all: $(VENV)/.test
 	OVERLORD_TEST_ALL=1 $(BIN)/python -m pytest -n 3 --dist worksteal tests
 
@@ -42,14 +42,15 @@ hdp: $(VENV)/.test
 	OVERLORD_HDP_EXAMPLES=$(PLANS) GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/torch/ranks/test_hdp.py
 
 # The scenarios of jobs in several processes (kills, storage faults, scaling) with workers on Ray: half an hour, since a worker takes a second of
-# CPU to start. A loaded machine needs OVERLORD_TEST_WAIT_S=150. `make test` runs actor_system, runtime, reshard, kills_everywhere and ray on Ray
-# already, and a part of meshes and hybrid, which run here whole. Scenarios without workers are not listed: transport*, constructor_restart, journal_kills, journal_store, process_actors, demo, examples,
-# image_placement, simulated_jobs.
+# CPU to start. A loaded machine needs OVERLORD_TEST_WAIT_S=150. `make test` runs actor_system, kills_everywhere and ray on Ray already, and one
+# to three values of each family of IN_PART, which run here whole. Scenarios without workers are not listed: transport*, constructor_restart, journal_kills,
+# journal_store, process_actors, demo, examples, image_placement, simulated_jobs.
+IN_PART := meshes hybrid runtime reshard budgets stages packing
 ON_RAY := failover failover_constructors random_faults coordinator_process process images journal_resume stores store_faults storage_faults
 ON_RAY += process_clients process_faults process_hostile serving trainer_restart scaling partition memory_metrics ray_autoscaler ray_train ray_demo ray_suspended_node
 ON_RAY += packing stages inputs shared_images storage_faults_inputs ray_placement coordinator_loss coordinator_requests journal_launches vanished_machine
 ray: $(VENV)/.test
-	OVERLORD_TEST_ALL=1 $(BIN)/python -m pytest tests/scenarios/test_meshes.py tests/scenarios/test_hybrid.py -k ray
+	OVERLORD_TEST_ALL=1 $(BIN)/python -m pytest $(IN_PART:%=tests/scenarios/test_%.py) -k ray
 	OVERLORD_TEST_RUNTIME=ray $(BIN)/python -m pytest $(ON_RAY:%=tests/scenarios/test_%.py)
 
 # Every supported version of Ray, each in an environment of its own, one after another; the table of docs/ray.md is written anew. Ten minutes and

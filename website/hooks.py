@@ -1,7 +1,8 @@
 """Pages of the site for files that documentation links to outside ``docs``.
 
 The pages of ``docs`` link to examples, tests, benchmarks and pages at the root of the repository.
-These hooks add each of them to the site, so that it is complete without the repository.
+These hooks add each of them to the site, so that it is complete without the repository. A linked
+folder, also one of ``docs``, becomes a page that lists its files.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 FOLDER = "repository"  # of the site, for files outside docs
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
+SHOWN = (".py", ".md", ".ipynb")  # files that the page of a folder lists
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"}
 
 
@@ -27,11 +29,14 @@ def _target(page: Path, link: str) -> Path | None:
         return None
     path = Path(os.path.normpath(page.parent / link))
     outside = not path.is_relative_to(DOCS) and path.is_relative_to(ROOT)
-    return path if outside and path.exists() else None
+    listed = path.is_dir() and not (path / "README.md").exists()
+    return path if (outside or listed) and path.exists() else None
 
 
 def _name(path: Path) -> str:
     """Return the name of a file's page within the site."""
+    if path.is_relative_to(DOCS):
+        return f"{path.relative_to(DOCS).as_posix()}/index.md"
     inside = path.relative_to(ROOT).as_posix()
     if path.is_dir():
         return f"{FOLDER}/{inside}/index.md"
@@ -45,7 +50,7 @@ def _text(path: Path) -> str:
     inside = path.relative_to(ROOT).as_posix()
     hidden = "---\nsearch: {exclude: true}\n---\n"  # the search finds documentation, not code
     if path.is_dir():
-        rows = sorted(p for p in path.iterdir() if p.suffix in (".py", ".md") and p.is_file())
+        rows = sorted(p for p in path.iterdir() if p.suffix in SHOWN and p.is_file())
         lines = [f"- [{p.name}]({p.name})" for p in rows if p.name != "__init__.py"]
         return f"{hidden}# {inside}\n\n" + "\n".join(lines) + "\n"
     text = path.read_text(encoding="utf-8")

@@ -320,7 +320,7 @@ def _calibrated(record: Record, bench: Bench, case: Case, costs: RingCosts, way:
     for documents, d, time_s in zip(
         way.documents, way.table.sizes().tolist(), mean.tolist(), strict=True
     ):
-        if time_s > 0 and d in ranks:  # other sizes have the coefficients of the next smaller one
+        if time_s > 0 and d in ranks:  # other sizes are interpolated
             samples.append(documents.tolist())
             ranks.append(d)
             times.append(time_s)

@@ -33,11 +33,15 @@ class JobError(OverlordError):
 
 
 class SourceError(OverlordError):
-    """A source that cannot be opened or read, or whose data are invalid."""
+    """A source that cannot be opened or read, or whose data are invalid.
 
-    def __init__(self, source: str, problem: str, path: str = "", remedy: str = ""):
-        super().__init__(source, problem, path, remedy)
+    ``byte``: the offset in the text of ``path`` that ``problem`` names; -1: none.
+    """
+
+    def __init__(self, source: str, problem: str, path: str = "", remedy: str = "", byte: int = -1):
+        super().__init__(source, problem, path, remedy, byte)
         self.source, self.problem, self.path, self.remedy = source, problem, path, remedy
+        self.byte = byte
 
     def __str__(self) -> str:
         where = f"source {self.source!r}" + (f", {self.path}" if self.path else "")

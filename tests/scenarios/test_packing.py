@@ -18,6 +18,7 @@ from tests.reference_chunks import Piece, reference_chunks
 from tests.scenarios.test_coordinator_process import killed
 from tests.scenarios.test_failover import APART, EVERYONE, killing, recovered
 from tests.scenarios.test_runtime import RUNTIMES, Held, Outcome, all_clean, run
+from tests.sizes import on_runtimes
 from tests.worlds import Rows
 
 pytestmark = pytest.mark.timeout(4 * WAIT_S)
@@ -124,8 +125,9 @@ def pieces_of(mb: dict[str, np.ndarray], samples: list[Any], begins: list[int]) 
     return pieces
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("runtime", "name"), on_runtimes(dict(zip(CASES, CASES, strict=True)), RUNTIMES, ("chunks",))
+)
 def test_every_runtime_delivers_the_same_bytes(runtime: str, name: str) -> None:
     made = CASES[name]
     out = run(runtime, made)

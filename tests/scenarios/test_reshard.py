@@ -21,6 +21,7 @@ from overlord.session.rewind import begin_generation
 from tests.internals import generation_of, running_job
 from tests.processes import WAIT_S, launch, until
 from tests.scenarios.test_process import job as small_job
+from tests.sizes import on_runtimes
 
 RUNTIMES = ("local", "process", "ray")
 
@@ -54,8 +55,7 @@ def undisturbed(made: ov.Job) -> dict[int, Counter[Any]]:
             found[number] = got
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("dp", [1, 3, 4])
+@pytest.mark.parametrize(("runtime", "dp"), on_runtimes({"1": 1, "3": 3, "4": 4}, RUNTIMES, ("3",)))
 def test_every_step_has_the_samples_it_would_have_had(runtime: str, dp: int) -> None:
     made = job()
     wanted = undisturbed(made)
@@ -85,8 +85,7 @@ def test_clients_of_ranks_that_stay_go_on_and_those_of_others_are_told(runtime: 
             session.client(1)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("dp", [1, 3])
+@pytest.mark.parametrize(("runtime", "dp"), on_runtimes({"1": 1, "3": 3}, RUNTIMES, ("1",)))
 def test_a_state_that_is_loaded_behind_it_is_gone_on_from_under_the_new_mesh(
     runtime: str, dp: int
 ) -> None:

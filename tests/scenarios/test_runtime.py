@@ -6,6 +6,7 @@ What is delivered is compared with the reference of the stream wherever there is
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,10 +22,12 @@ from overlord.hashing import digest
 from overlord.messages.control import SetMixture, Skip
 from overlord.planning.strategies import llm_balance
 from tests.reference import reference_stream
+from tests.sizes import on_runtimes
 from tests.worlds import Rows
 
 RUNTIMES = ("local", "simulated", "process", "ray")
-pytestmark = [pytest.mark.timeout(200), pytest.mark.parametrize("runtime", RUNTIMES)]
+pytestmark = pytest.mark.timeout(200)
+runtimes = pytest.mark.parametrize("runtime", RUNTIMES)
 
 
 @dataclass
@@ -218,6 +221,7 @@ def all_clean(out: Outcome) -> None:
     assert len({tuple(n) for n in out.numbers()}) == 1, "every rank ends at the same step"
 
 
+@runtimes
 def test_long_documents_are_dropped_and_their_tokens_counted(runtime: str) -> None:
     made = job(on_long="drop", batch=ov.Batch(samples=10, context=5, microbatches=2), until=8)
     out = run(runtime, made)
@@ -231,6 +235,7 @@ def test_long_documents_are_dropped_and_their_tokens_counted(runtime: str) -> No
     assert min(out.dropped.values()) > 20
 
 
+@runtimes
 def test_the_mixture_changes_in_mid_run(runtime: str) -> None:
     made = job()
     out = run(
@@ -250,12 +255,14 @@ def test_the_mixture_changes_in_mid_run(runtime: str) -> None:
     assert out.together() == wanted(replace(made, mixture=spoken))
 
 
+@runtimes
 def test_a_mixture_of_an_exhausted_source_alone_ends_the_job_for_all(runtime: str) -> None:
     out = run(runtime, job({"a": 10, "b": 200}), events=[SetMixture(8, {"a": 1.0})])
     all_clean(out)
     assert out.numbers()[0] == list(range(8))
 
 
+@runtimes
 def test_skipped_steps_are_drawn_and_not_delivered(runtime: str) -> None:
     made = job()
     skipped = {0, 3, 4, 5, 6, 7, 8, 9, 12}  # more in a row than are prefetched
@@ -264,14 +271,19 @@ def test_skipped_steps_are_drawn_and_not_delivered(runtime: str) -> None:
     assert out.together() == {k: step for k, step in wanted(made).items() if k not in skipped}
 
 
-@pytest.mark.parametrize("until", ["all", 9])
+ENDS: dict[str, Any] = {"all": "all", "first": "first", "7": 7, "10000": 10_000}
+
+
+@pytest.mark.parametrize(
+    ("runtime", "until"), on_runtimes({"all": "all", "9": 9}, RUNTIMES, ("all",))
+)
 def test_the_last_steps_may_be_skipped(runtime: str, until: Any) -> None:
     out = run(runtime, job(until=until), events=[Skip(tuple(range(6, 1000)))])
     all_clean(out)
     assert out.numbers() == [list(range(6))] * 3
 
 
-@pytest.mark.parametrize("until", ["all", "first", 7, 10_000])
+@pytest.mark.parametrize(("runtime", "until"), on_runtimes(ENDS, RUNTIMES, ("all",)))
 def test_the_data_end(runtime: str, until: Any) -> None:
     made = job({"a": 15, "b": 70, "c": 31}, until=until)
     out = run(runtime, made)
@@ -288,7 +300,7 @@ class Shards:
         return iter([{"tokens": [shard * 100 + k]} for k in range(16)])
 
 
-@pytest.mark.parametrize("loaders", [1, 2])
+@pytest.mark.parametrize(("runtime", "loaders"), on_runtimes({"1": 1, "2": 2}, RUNTIMES, ("1",)))
 def test_a_broken_source_ends_the_job_where_the_draw_comes_to_it_and_names_itself(
     runtime: str, loaders: int
 ) -> None:
@@ -321,6 +333,7 @@ def fails_at_five(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPla
     return llm_balance(buffer, place)
 
 
+@runtimes
 def test_a_strategy_that_raises_ends_the_job_with_its_own_error_at_its_step(runtime: str) -> None:
     out = run(runtime, job(strategy=fails_at_five))
     assert out.numbers() == [[0, 1, 2, 3, 4]] * 3
@@ -328,6 +341,7 @@ def test_a_strategy_that_raises_ends_the_job_with_its_own_error_at_its_step(runt
     assert out.together() == {k: step for k, step in wanted(job()).items() if k < 5}
 
 
+@runtimes
 def test_a_cost_function_that_gives_nonsense_is_a_plan_error_on_every_rank(runtime: str) -> None:
     def strategy(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
         sign = -1.0 if buffer.step == 2 else 1.0
@@ -345,6 +359,7 @@ def test_a_cost_function_that_gives_nonsense_is_a_plan_error_on_every_rank(runti
     assert all(isinstance(e, PlanError) and e.step == 2 for e in out.error.values())
 
 
+@runtimes
 def test_a_schedule_that_gives_nonsense_is_a_plan_error_on_every_rank(runtime: str) -> None:
     out = run(
         runtime,
@@ -362,6 +377,7 @@ def picky(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+@runtimes
 def test_rows_on_which_a_map_raises_are_quarantined_and_nothing_else_is(runtime: str) -> None:
     source = ov.Source(
         "a", rows(60, 0), transforms=[ov.Map(picky, rows=True), ov.Tokens("tokens")], epochs=1
@@ -377,6 +393,7 @@ def seven(columns: Any) -> int:
     return 7
 
 
+@runtimes
 def test_a_map_that_breaks_its_contract_ends_the_job_with_its_name(runtime: str) -> None:
     source = ov.Source("a", rows(60, 0), transforms=[ov.Map(seven), ov.Tokens("tokens")], epochs=1)
     out = run(runtime, replace(job(), sources=(source,)))
@@ -386,17 +403,25 @@ def test_a_map_that_breaks_its_contract_ends_the_job_with_its_name(runtime: str)
     )
 
 
-@pytest.mark.parametrize("slow", [0, 2])
-@pytest.mark.parametrize("prefetch", [1, 4])
-def test_a_slow_rank_changes_nothing_but_the_pace(runtime: str, slow: int, prefetch: int) -> None:
-    made = job()
+@functools.cache
+def usual(runtime: str) -> Outcome:
+    """Return a run in which no rank is slow. It is the same for every slow rank and prefetch."""
+    return run(runtime, job())
+
+
+SLOW = {f"{prefetch}-{slow}": (prefetch, slow) for prefetch in (1, 4) for slow in (0, 2)}
+
+
+@pytest.mark.parametrize(("runtime", "pace"), on_runtimes(SLOW, RUNTIMES, ("1-2",)))
+def test_a_slow_rank_changes_nothing_but_the_pace(runtime: str, pace: tuple[int, int]) -> None:
+    made, (prefetch, slow) = job(), pace
     out = run(runtime, made, slow=slow, prefetch=prefetch)
     all_clean(out)
     assert out.together() == wanted(made)
-    usual = run(runtime, made)
-    assert out.steps == usual.steps
+    assert out.steps == usual(runtime).steps
 
 
+@runtimes
 def test_all_runtimes_place_every_sample_alike(runtime: str) -> None:
     """Each is compared with the first one here, to the slot; the draw is compared with the
     reference above.

@@ -17,6 +17,7 @@ from tests.scenarios.test_coordinator_process import killed
 from tests.scenarios.test_failover import APART, EVERYONE, killing, recovered
 from tests.scenarios.test_packing import rows
 from tests.scenarios.test_runtime import RUNTIMES, all_clean, run
+from tests.sizes import on_runtimes
 
 pytestmark = pytest.mark.timeout(4 * WAIT_S)
 
@@ -85,8 +86,9 @@ def of_steps(steps: list[ov.Step]) -> list[Key]:
     return sorted(found)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("runtime", "name"), on_runtimes(dict(zip(CASES, CASES, strict=True)), RUNTIMES, ("slices",))
+)
 def test_every_runtime_delivers_the_same_bytes(runtime: str, name: str) -> None:
     made = CASES[name]
     out = run(runtime, made)

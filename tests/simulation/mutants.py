@@ -327,7 +327,7 @@ MUTANTS = (
         "promote without replay",
         "a new planner goes on behind the last planned step, not the last taken one",
         ((takeover, "last_acked", _trust_the_front),),
-        1,
+        21,
         _journal,
     ),
     Mutant(
@@ -355,13 +355,13 @@ MUTANTS = (
         "hear what is over",
         "announcements of a generation that is over are taken for those of now",
         ((Planner, "handle", _hear_the_past),),
-        1,
+        12,
     ),
     Mutant(
         "lose an event on the way back",
         "reports that came since the state are not planned with again",
         ((PlanHistory, "rollback", _lose_reports),),
-        15,
+        3,
         _learns,
     ),
     Mutant(
@@ -375,7 +375,7 @@ MUTANTS = (
         "count a late report",
         "a report that comes too late is used when its step is planned again",
         ((Mixture, "report", _ignore_floor),),
-        15,
+        3,
         _learns,
     ),
     Mutant(

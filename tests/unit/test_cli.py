@@ -25,7 +25,8 @@ from overlord.observe.progress import Taken
 from tests import rays
 from tests.corpus import write_rows
 
-SRC = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
 
 
 def rows(n: int, base: int) -> list[dict[str, Any]]:
@@ -360,6 +361,45 @@ def test_functions_of_a_job_file_come_from_an_imported_module(
     assert result.exit_code == 0, result.output
     assert "dropped by a filter" in result.stdout
     assert overlord("inspect", path, "--import", "no_such_module_anywhere").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "--step", "1"),
+        ("preview", "--step", "1"),
+        ("explain", "--step", "1"),
+        ("run", "--steps", "2"),
+        ("run", "--steps", "2", "--runtime", "process"),
+    ],
+    ids=" ".join,
+)
+def test_the_strategy_of_the_how_to_page_is_used_from_a_job_file(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    page = (ROOT / "docs" / "howto" / "own-strategy.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    register = next(block for block in blocks if "register_function" in block)
+    (tmp_path / "my_strategies.py").write_text(blocks[0] + register)
+    path = job_file(tmp_path)
+    job = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump({**job, "strategy": "by_memory"}))
+    words = [sys.executable, "-m", "overlord", command[0], str(path), *command[1:]]
+    done = subprocess.run(
+        [*words, "--import", "my_strategies"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    if command[0] == "plan":
+        assert "placed by by_memory" in done.stdout
+    refused = overlord(*words[3:])
+    assert refused.exit_code == 2
+    assert "strategy: expected a known strategy, got 'by_memory'" in refused.stderr
 
 
 def test_inspect_counts_what_is_there(tmp_path: Path) -> None:

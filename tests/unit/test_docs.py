@@ -131,6 +131,7 @@ PYTHON = [
     ROOT / "docs" / "jobs.md",
     ROOT / "docs" / "images.md",
     ROOT / "docs" / "journal.md",
+    ROOT / "docs" / "ray.md",
     ROOT / "docs" / "index.md",
     ROOT / "docs" / "start" / "your-data.md",
     ROOT / "docs" / "reference" / "metrics.md",
@@ -157,6 +158,8 @@ def test_blocks_of_python_run_in_the_order_of_the_page(page: Path, desk: Path):
     names = ""
     if "import torch" in text_of(page):
         pytest.importorskip("torch")
+    if 'runtime="ray"' in text_of(page):
+        pytest.importorskip("ray")
     if page == ROOT / "README.md":
         names = (
             "import torch\nmodel = torch.nn.Sequential(torch.nn.Embedding(32, 8), "
@@ -171,7 +174,7 @@ def test_blocks_of_python_run_in_the_order_of_the_page(page: Path, desk: Path):
         [sys.executable, str(program)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         env=_env(desk),
     )

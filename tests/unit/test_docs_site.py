@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -86,6 +87,45 @@ def test_every_page_is_in_the_navigation():
         if page.parent.name != "decisions"
     }
     assert listed == pages
+
+
+def titles_of(entry: object) -> Iterator[str]:
+    """Yield the titles of a part of the navigation."""
+    match entry:
+        case dict():
+            for title, value in entry.items():
+                yield title
+                yield from titles_of(value)
+        case list():
+            for value in entry:
+                yield from titles_of(value)
+
+
+def texts_of_the_package() -> Iterator[tuple[str, str]]:
+    """Yield the file and each text of the package that is neither a comment nor a docstring."""
+    for path in sorted((ROOT / "src" / "overlord").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docstrings = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+        for node in ast.walk(tree):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(text, str) and id(node) not in docstrings:
+                yield path.name, text
+
+
+def test_messages_cite_pages_by_their_titles_in_the_navigation():
+    """Users of the package have no file of ``docs``."""
+    navigation = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)["nav"]
+    titles, texts = set(titles_of(navigation)), list(texts_of_the_package())
+    assert [found for found in texts if re.search(r"docs/\w+|\b\w+\.md\b", found[1])] == []
+    cited = [
+        title
+        for _, text in texts
+        for match in re.findall(r"[Dd]ocumentation[^:.]*: '([^']+)'|the page '([^']+)'", text)
+        for title in match
+        if title
+    ]
+    assert len(cited) >= 10
+    assert [title for title in cited if title not in titles] == []
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)

@@ -451,7 +451,7 @@ def test_inspect_suggests_pairs_and_reports_documents_that_lose_tokens(tmp_path:
         row = {"prompt": chosen, "chosen": chosen, "rejected": rejected}
         path.write_text("\n".join([json.dumps(row)] * 3))
         shown = CliRunner().invoke(main, ["inspect", str(path)]).output
-        for text in ("- pair:", "chosen: chosen", "prompt: prompt", encode, "docs/pairs.md"):
+        for text in ("- pair:", "chosen: chosen", "prompt: prompt", encode, "'Pairs and groups'"):
             assert text in shown
     path.write_text("\n".join([json.dumps({"chosen": [1] * 30, "rejected": [2] * 50})] * 4))
     job = tmp_path / "job.yaml"

@@ -311,6 +311,35 @@ def test_a_registered_name_keeps_its_function():
         register_function("", clean)
 
 
+def by_rank(buffer: Any, place: Any) -> Any:
+    """Stand for a strategy of the user."""
+
+
+def test_a_file_names_a_registered_function_as_strategy(tmp_path: Path):
+    register_function("by rank", by_rank)
+    job = read(EXAMPLE + "strategy: by rank\n", tmp_path)
+    assert job.strategy is by_rank
+    assert read(write_job(job), tmp_path) == job
+    (unknown,) = problems(EXAMPLE + "strategy: by ranks\n", tmp_path)
+    assert unknown == (
+        "strategy: expected a known strategy, got 'by ranks'; did you mean 'by rank'?; for a "
+        "strategy of your own, call ov.register_function before the file is read; on the command "
+        "line, in a module named by --import"
+    )
+    (plain,) = problems(EXAMPLE + "strategy: {fn: by rank}\n", tmp_path)
+    assert plain == "strategy: expected the name of a strategy, got {'fn': 'by rank'}"
+
+
+def test_a_strategy_that_two_functions_have_as_a_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    JOB_FILE_FUNCTIONS.replace(monkeypatch, dict(JOB_FILE_FUNCTIONS.real))
+    register_function("packed", by_rank)
+    (problem,) = problems(EXAMPLE + "strategy: packed\n", tmp_path)
+    assert problem.startswith("strategy: expected one strategy of the name 'packed', got ")
+    assert problem.endswith("register yours under another name")
+
+
 def two(first: Any, second: Any) -> Any:
     """Of as many arguments as strategies and schedules have."""
 

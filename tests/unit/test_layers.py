@@ -5,6 +5,7 @@ included.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +104,7 @@ def wrong_imports(module: str, tree: ast.AST) -> list[tuple[str, str, str]]:
     ]
 
 
+@functools.cache
 def found() -> list[tuple[str, str, str]]:
     return [
         edge

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,6 +80,7 @@ def accesses(tree: ast.AST) -> Iterator[str]:
                     yield from (name for name in named if is_private(name))
 
 
+@functools.cache
 def found() -> set[tuple[str, str]]:
     paths = [p for folder in ("tests", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
     return {

@@ -81,7 +81,10 @@ def test_a_fit_by_ring_size_finds_the_coefficients_of_each() -> None:
         assert found == pytest.approx(wanted[one.ranks], rel=1e-6)
         assert (one.worst_error < 1e-6, one.measurements) == (True, 6)
     sizes = np.array([1, 2, 4, 7, 8, 100])
-    assert fitted.coefficients(sizes)[0] == pytest.approx([1e-5, *[1.1e-5] * 3, 1.2e-5, 1.2e-5])
+    between = [1.1e-5 + 1e-6 * share for share in (2 / 6, 5 / 6)]  # sizes 4 and 7, of 2 to 8
+    assert fitted.coefficients(sizes)[0] == pytest.approx(
+        [1e-5, 1.1e-5, *between, 1.2e-5, 1.2e-5], rel=1e-6
+    )
     assert fitted({"tokens": [100]})[0] == pytest.approx(1e-5 * 100 + 4e-10 * 1e4)
 
 

@@ -77,8 +77,8 @@ launch_option = click.option(
     "options",
     metavar="NAME=VALUE",
     multiple=True,
-    help="An option of launch, as in -o prefetch=8 or -o 'loaders={web: 3}'; docs/jobs.md "
-    "lists them. May be given several times.",
+    help="An option of launch, as in -o prefetch=8 or -o 'loaders={web: 3}'; the page 'Job "
+    "file and options' of the documentation lists them. May be given several times.",
 )
 address_option = click.option(
     "--address",
@@ -91,7 +91,8 @@ json_option = click.option(
     "--json",
     "as_json",
     is_flag=True,
-    help="Print JSON on stdout instead of text; docs/cli.md shows its form.",
+    help="Print JSON on stdout instead of text; the page 'Command line' of the documentation "
+    "shows its form.",
 )
 
 
@@ -156,8 +157,9 @@ def run_guarded(act: Callable[[], None], debug: bool) -> None:
     try:
         act()
     except OverlordError as fault:
-        code = [note for note in getattr(fault, "__notes__", ()) if note.startswith("raised by")]
-        fail(fault, debug, UNUSABLE, "\n".join([str(fault), *code]))
+        places = ("raised by", "byte ")  # of user code, of data
+        notes = [note for note in getattr(fault, "__notes__", ()) if note.startswith(places)]
+        fail(fault, debug, UNUSABLE, "\n".join([str(fault), *notes]))
     except (KeyboardInterrupt, click.ClickException, SystemExit):
         raise
     except BrokenPipeError:

@@ -37,7 +37,8 @@ def init_view(draft: JobDraft, previews: Sequence[Preview]) -> RenderableType:
         views.append(Text(one_line(f"tokenizer: {found.name} (from {found.place})")))
     if ignored := len(draft.listing.ignored):
         [path, reason] = next(iter(draft.listing.ignored.items()))
-        views.append(Text(one_line(f"ignored {ignored} files, as {path}: {reason}"), "dim"))
+        what = f"ignored {ignored} files, as {path}" if ignored > 1 else f"ignored {path}"
+        views.append(Text(one_line(f"{what}: {reason}"), "dim"))
     views.append(Text(""))
     views += [preview_view(preview, legend=k == 0) for k, preview in enumerate(previews)]
     views += [Text(""), *_gain_views(draft)]

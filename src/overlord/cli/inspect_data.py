@@ -170,7 +170,10 @@ def remarks(report: DataReport) -> list[str]:
     tokens = _ids_column(report.schema) is not None
     found = []
     if (grouped := pair_transforms(report.schema)) is not None:
-        found.append("chosen and rejected are a pair: both stay in one microbatch (docs/pairs.md)")
+        found.append(
+            "chosen and rejected are a pair: both stay in one microbatch (documentation: 'Pairs "
+            "and groups')"
+        )
         if "tokenize" in grouped[1]:
             found.append("replace tokenizer.json by the tokenizer of your model; set its eos")
         elif "chat" in grouped[1]:
@@ -181,14 +184,15 @@ def remarks(report: DataReport) -> list[str]:
         found.append("replace tokenizer.json by the tokenizer of your model")
     elif not tokens:
         found.append(
-            "no column holds text or token ids: a Map must return 'tokens' (docs/sources.md)"
+            "no column holds text or token ids: a Map must return 'tokens' (documentation: "
+            "'Sources')"
         )
     if images := [
         name
         for name, kind in report.schema.items()
         if "binary" in kind and name not in ("json", *TEXTS)
     ]:
-        found.append(f"{', '.join(images)}: bytes; Images reads images (docs/images.md)")
+        found.append(f"{', '.join(images)}: bytes; Images reads images (documentation: 'Images')")
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -31,7 +30,11 @@ from overlord.cli.common import (
 )
 @click.option("--exact", is_flag=True, help="With --until-end: read every document instead.")
 @click.option("--place", metavar="dp=64", help="Plan for another mesh than the job's.")
-@click.option("--strategy", metavar="NAME", help="Plan with another strategy than the job's.")
+@click.option(
+    "--strategy",
+    metavar="NAME",
+    help="Plan with another strategy than the job's, also one that --import registers.",
+)
 @click.option(
     "--html",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -75,14 +78,16 @@ def plan(
         from dataclasses import replace
 
         from overlord.cli.plan_step import parse_place, planned
+        from overlord.jobfile.yaml_file import strategy_named
         from overlord.observe.documents import plan_document
         from overlord.observe.progress_bars import progress_bars
         from overlord.observe.tables import plan_view
 
         job, console = read_job(job_yaml, modules), make_console()
-        changes: dict[str, Any] = {} if strategy is None else {"strategy": strategy}
         job = replace(
-            job, **changes, place=job.place if place is None else parse_place(place, job.place)
+            job,
+            strategy=job.strategy if strategy is None else strategy_named(strategy),
+            place=job.place if place is None else parse_place(place, job.place),
         )
         what_if, err = place is not None or strategy is not None, make_console(stderr=True)
         with (

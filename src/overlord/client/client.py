@@ -19,6 +19,7 @@ from overlord.constructor.build import BucketBatch
 from overlord.constructor.compact import ExpandedMicrobatch
 from overlord.constructor.sample_documents import rows_of_documents
 from overlord.errors import DataStall, OverlordError, PlanError
+from overlord.line_numbers import add_line_number
 from overlord.messages.control import EncodedState, StreamState
 from overlord.messages.data import StepInfo
 from overlord.plan.module_ranks import OUTSIDE, fetcher_by_rank
@@ -398,8 +399,9 @@ class Client:
             queue = self._queue
             try:
                 info, bucket = self._wait(queue)
-            except (OverlordError, StopIteration):
+            except (OverlordError, StopIteration) as ended:
                 if queue is self._queue:
+                    add_line_number(ended)
                     raise
                 continue
             with self._gate:

@@ -143,7 +143,7 @@ def _choose_text(values: Mapping[str, list[Any]], out: ColumnRoles) -> None:
     if not texts:
         out.problem = (
             f"expected a column of text, messages or token ids, got {_shown(values)}; a Map must "
-            "return 'tokens' (docs/sources.md)"
+            "return 'tokens' (documentation: 'Sources')"
         )
         return
     out.text = texts[0]

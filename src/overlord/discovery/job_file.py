@@ -21,7 +21,7 @@ from overlord.uris import is_uri, scrub
 def job_yaml(draft: JobDraft) -> str:
     """Return the commented job file. It holds the same job on every reading."""
     lines = [
-        "# Written by `overlord init`. docs/jobs.md lists every field.",
+        "# Written by `overlord init`. Documentation of all fields: 'Job file and options'.",
         f"# Look at the data:  overlord preview {draft.request.out.name}",
         f"# Run five steps:    overlord run {draft.request.out.name} --steps 5",
         f"name: {_scalar(draft.name)}",
@@ -59,7 +59,7 @@ def _source_lines(source: SourceDraft, draft: JobDraft) -> list[str]:
     lines = [f"  {_scalar(source.name)}:", f"    # {_facts(source)}"]
     lines += [f"    # {one_line(note)}" for note in source.notes]
     if source.group.held_out:
-        why = "its name says that the data are for evaluation (docs/evaluation.md)"
+        why = "its name says that the data are for evaluation (documentation: 'Evaluation')"
         lines.append(f"    # weight {source.weight:g}: {why}")
     lines += _uri_lines(source.uri, draft.request.out.parent)
     if source.needs_format:

@@ -17,7 +17,6 @@ from overlord.discovery.tokenizer_search import IMAGE_TOKENS, FoundTokenizer
 from overlord.errors import OverlordError, SourceError
 from overlord.job.job import Job, Source
 from overlord.mesh import Batch
-from overlord.observe.sample_lookup import COUNTED
 from overlord.observe.source_inspection import inspect_source
 from overlord.observe.source_report import SourceReport
 from overlord.sources.base import RawSlice, ReadOptions
@@ -171,7 +170,7 @@ def _estimated_rows(index: Index, raw: RawSlice) -> float:
     n, size = len(raw.row), float(index.files[0].size)
     if raw.last and int((index.chunks.file == 0).sum()) == 1:
         per_row = size / n  # the slice is the whole file
-    elif index.format in COUNTED:
+    elif index.row_unit == "row":
         per_row = raw.table.nbytes / n
     else:
         per_row = float(raw.row[-1] - raw.row[0]) / max(1, n - 1) / _expansion(index)

@@ -29,6 +29,7 @@ from overlord.jobfile.stages import (
 )
 from overlord.jobfile.yaml_scalars import Dumper, Loader
 from overlord.mesh import Batch, ClientPlaceTree
+from overlord.planning.strategies import STRATEGIES
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.chat import TEMPLATE_SUFFIX, Chat
 from overlord.transforms.document_groups import GROUPED, Group, Pair
@@ -61,8 +62,9 @@ _TRANSFORMS: dict[str, Any] = {
 def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
     """Register a function for job files, as in ``{map: {fn: name}}``, and return it.
 
-    A name can be registered again only for a function of the same module and name, such as an
-    edited one.
+    A strategy is named directly, as in ``strategy: name``; its name differs from those of
+    ``ov.strategy``. A name can be registered again only for a function of the same module and name,
+    such as an edited one.
     """
     if not isinstance(name, str) or not name or not callable(fn):
         raise JobError(
@@ -79,6 +81,30 @@ def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         )
     _functions[name] = fn
     return fn
+
+
+def strategy_named(name: Any) -> str | Callable[..., Any]:
+    """Return the name of a strategy of ``ov.strategy``, or the function registered under it.
+
+    Raise ``JobError`` for any other value, and for a name that both have.
+    """
+    if not isinstance(name, str):
+        raise JobError([f"strategy: expected the name of a strategy, got {_short_repr(name)}"])
+    fn = _functions.get(name)
+    if name not in STRATEGIES:
+        if fn is not None:
+            return fn
+        hint = did_you_mean(name, [*STRATEGIES, *_functions])
+        problem = f"strategy: expected a known strategy, got {name!r}{hint}"
+        raise JobError([f"{problem}; for a strategy of your own, {REGISTER}"])
+    if fn is not None and fn is not STRATEGIES[name]:
+        raise JobError(
+            [
+                f"strategy: expected one strategy of the name {name!r}, got ov.strategy.{name} "
+                f"and the registered {_qualified_name(fn)}; register yours under another name"
+            ]
+        )
+    return name
 
 
 def read_job(path: str | Path) -> Job:
@@ -201,6 +227,8 @@ class _Reader:
             given.pop("stages", None)
         if isinstance(given.get("journal"), str):
             given["journal"] = self._path(given["journal"])
+        if "strategy" in given:
+            given["strategy"] = self._strategy(given["strategy"])
         if given.get("model") is not None:
             given["model"] = self._model(given["model"], "model")
         try:
@@ -418,6 +446,13 @@ class _Reader:
             else _Named(self._function(body["fn"], f"{at}.fn")),
         }
 
+    def _strategy(self, name: Any) -> Any:
+        try:
+            return strategy_named(name)
+        except JobError as fault:
+            self.problems += fault.problems
+            return "vanilla"
+
     def _function(self, name: Any, at: str) -> Callable[..., Any]:
         if isinstance(name, str) and name in _functions:
             return _functions[name]
@@ -501,6 +536,8 @@ class _Writer:
                 value = _absolute(value)
             elif name == "model":
                 value = _model_fields(value)
+            elif name == "strategy" and callable(value):
+                value = self._name_of(value, name)
             elif callable(value) or name == "hooks":
                 self.problems.append(
                     f"{name}: expected a value that a file can hold, got the code "

@@ -212,7 +212,7 @@ class SourceReader:
     def _running(self, row: np.ndarray, file: int = -1, what: str = "") -> Iterator[None]:
         path = self.chunks.index.files[file].path if file >= 0 else ""
         self._code = code = RunningUserCode(
-            self.clock.now(), threading.get_ident(), what, path, row
+            self.clock.now(), threading.get_ident(), what, path, row, self.chunks.index.row_unit
         )
         try:
             yield

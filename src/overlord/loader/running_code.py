@@ -20,6 +20,7 @@ class RunningUserCode:
     what: str  # label of a dataset that yields rows; "": transforms, whose stages name themselves
     path: str  # file of the rows; "": several files
     row: np.ndarray  # numbers of the rows that it processes; empty if unknown
+    unit: str = "row"  # of these numbers: "row", or "byte" for offsets
 
     def describe(self, stages: Any, seconds: float) -> str:
         what, row = (
@@ -36,7 +37,7 @@ class RunningUserCode:
             return f", with {len(self.row)} rows"
         first, last = (row, row) if row >= 0 else (self.row.min(), self.row.max())
         return (
-            f", with row {first} of {self.path}"
+            f", with {self.unit} {first} of {self.path}"
             if first == last
-            else f", with rows {first} to {last} of {self.path}"
+            else f", with {self.unit}s {first} to {last} of {self.path}"
         )

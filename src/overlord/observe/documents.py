@@ -49,6 +49,7 @@ def source_document(report: SourceReport) -> dict[str, Any]:
         "dropped_rows": report.dropped,
         "bad_rows": report.bad_rows,
         "bad": report.bad,
+        "bad_places": report.bad_places(),
         "warnings": report.warnings(),
         "failures": report.failures,
     }

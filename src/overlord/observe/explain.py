@@ -24,7 +24,7 @@ from overlord.observe.explanation import (
     StepExplanation,
 )
 from overlord.observe.ring_text import host_memory, limit
-from overlord.observe.sample_lookup import COUNTED, SampleLookup, parse_id
+from overlord.observe.sample_lookup import SampleLookup, parse_id
 from overlord.observe.stage_text import stage_of_step
 from overlord.planning.graph.lineage import constructors_of
 from overlord.planning.mixture import latest
@@ -68,7 +68,7 @@ class Known:
 
     def row_unit(self, source: int) -> str:
         """Return the unit in which a source counts its rows: "row" or "byte"."""
-        return "row" if self.indexes[source].format in COUNTED else "byte"
+        return self.indexes[source].row_unit
 
     def retained(self) -> str:
         """Return the range of steps whose plans are retained, as text; "none" if there is none."""
@@ -354,7 +354,10 @@ def _checked(sample: SampleId, known: Known) -> tuple[int, int]:
         raise PlanError(f"no sample {sample}: expected {wanted}, got {sample.epoch}")
     chunk = known.lookup(source).chunk_of(sample.file, sample.row)
     if chunk < 0:
-        raise PlanError(f"no sample {sample}: {files[sample.file].path} has no row {sample.row}")
+        raise PlanError(
+            f"no sample {sample}: {files[sample.file].path} has no "
+            f"{known.row_unit(source)} {sample.row}"
+        )
     if not known.lookup(source).in_epoch(sample, chunk):
         raise PlanError(f"no sample {sample}: its epoch ends before it, since epochs is {given}")
     return source, chunk

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from overlord.loader.samples import SourceOrder
     from overlord.sources.index import Index
 
-# Formats whose `row` is a row number; in the other formats it is a byte offset.
-COUNTED = ("parquet", "arrow", "megatron", "mds", "dataset", "factory")
 _ID = re.compile(
     r"(?P<source>.+)/e(?P<epoch>\d+)/f(?P<file>\d+)/r(?P<row>\d+)(?:/p(?P<part>\d+))?", re.DOTALL
 )
@@ -66,7 +64,7 @@ class SampleLookup:
         mine, there = (sample.epoch, place // self.order.group_size), (cursor.epoch, cursor.group)
         if mine != there:
             return mine < there
-        if self.index.format not in COUNTED:
+        if self.index.row_unit == "byte":
             return None
         window = (sample.row - int(self.index.chunks.start[chunk])) // self.slice_rows
         if window != cursor.window or cursor.file < 0:

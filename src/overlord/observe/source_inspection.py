@@ -17,6 +17,7 @@ from overlord.checks import describe_error
 from overlord.documents import LENGTHS, sums
 from overlord.errors import OverlordError
 from overlord.job.stages import smallest_context
+from overlord.line_numbers import line_numbers
 from overlord.observe.source_report import SourceReport
 from overlord.sample import Ragged
 from overlord.sources.base import RawSlice, ReadOptions, tokenize_hint
@@ -87,6 +88,7 @@ def inspect_source(
             pipeline.columns,
             pipeline.refused,
             lengths_only=pipeline.lengths_suffice and not full,
+            required=pipeline.required,
         )
         index = build_index(
             source.name, source.uri, source.format, options, cache_dir=default_cache_dir()
@@ -98,13 +100,15 @@ def inspect_source(
             read = _sample_file(out, reader, pipeline, file, full)
             for fraction in read:
                 progress((i + fraction) / len(files))
+        if index.row_unit == "byte":
+            out.lines = line_numbers(out.first_bad.values())
         _apply_on_long(out, job)
         if index.schema is None and options.columns is not None:
             out.schema = _all_columns(index, options, cache) or out.schema
         if not len(out.tokens) and not out.failures:
             out.failures.append(
                 f"source {source.name!r}: no sampled row became a "
-                f"sample{_lacking(pipeline, out) or _all_long(out, job)}"
+                f"sample{_lacking(pipeline, out) or _all_long(out, job) or _all_bad(out)}"
             )
     except OverlordError as fault:
         out.failures.append(str(fault))
@@ -118,6 +122,7 @@ def inspect_source(
 
 def _describe(out: SourceReport, index: Index) -> None:
     out.format, out.files, out.chunks = index.format, len(index.files), len(index.chunks)
+    out.row_unit = index.row_unit
     out.rows, out.nbytes, out.schema = index.rows, index.nbytes, dict(index.schema or {})
 
 
@@ -192,6 +197,10 @@ def _all_long(out: SourceReport, job: Job) -> str:
     )
 
 
+def _all_bad(out: SourceReport) -> str:
+    return f"; {reasons[0]}" if (reasons := out.reasons()) else ""
+
+
 def _sampled_files(index: Index, full: bool) -> list[int]:
     n = len(index.files)
     if full or n <= FILES:
@@ -216,7 +225,7 @@ def _sample_file(
             while not last:
                 raw = reader.slice(chunk, t)
                 readable += raw.table.num_rows
-                _sample_slice(out, raw, pipeline, file, reasons)
+                _sample_slice(out, raw, pipeline, file, path, reasons)
                 t, last = t + 1, raw.last or not full
                 yield (k + last) / len(wanted)
     except OverlordError as fault:
@@ -231,7 +240,12 @@ def _sample_file(
 
 
 def _sample_slice(
-    out: SourceReport, raw: RawSlice, pipeline: Pipeline, file: int, reasons: dict[str, int]
+    out: SourceReport,
+    raw: RawSlice,
+    pipeline: Pipeline,
+    file: int,
+    path: str,
+    reasons: dict[str, int],
 ) -> None:
     out.sampled_rows += len(raw.row)
     if not out.schema:
@@ -243,11 +257,18 @@ def _sample_slice(
     out.dropped += staged.dropped
     out.tokens = np.concatenate([out.tokens, block.meta["tokens"]])
     if pipeline.document_meta and len(block):
-        found = [d for d in (out.documents, block.meta[LENGTHS]) if len(d)]
-        out.documents = Ragged.concat(found)
+        documents = [d for d in (out.documents, block.meta[LENGTHS]) if len(d)]
+        out.documents = Ragged.concat(documents)
     out.image_ends = np.concatenate([out.image_ends, _image_ends(block, pipeline)])
-    for _, reason in (*raw.bad, *staged.bad, *block.bad):
+    rows = raw.row[good]
+    found = [
+        *((raw.row[i], reason) for i, reason in raw.bad),
+        *((rows[i], reason) for i, reason in staged.bad),
+        *((rows[staged.index[i]], reason) for i, reason in block.bad),
+    ]
+    for row, reason in found:
         reasons[reason] = reasons.get(reason, 0) + 1
+        out.first_bad.setdefault(reason, (path, int(row)))
 
 
 def _image_ends(block: Any, pipeline: Pipeline) -> np.ndarray:

@@ -38,12 +38,25 @@ class SourceReport:
     lost: int = 0  # tokens that on_long truncates or drops
     dropped: int = 0  # rows that a Filter dropped
     bad: dict[str, int] = field(default_factory=dict)  # reason -> rows
+    # reason -> path, and number of the first such row that was sampled
+    first_bad: dict[str, tuple[str, int]] = field(default_factory=dict)
+    row_unit: str = "row"  # unit of row numbers: "row", or "byte" for offsets
+    lines: dict[tuple[str, int], int] = field(default_factory=dict)  # line numbers of first_bad
     failures: list[str] = field(default_factory=list)
 
     @property
     def bad_rows(self) -> int:
         """The number of sampled rows that cannot be used."""
         return sum(self.bad.values())
+
+    def bad_places(self) -> dict[str, str]:
+        """Return the file and row, line or byte of the first sampled row of each reason."""
+        return {
+            reason: f"{path}, line {self.lines[path, row]}"
+            if (path, row) in self.lines
+            else f"{path}, {self.row_unit} {row}"
+            for reason, (path, row) in self.first_bad.items()
+        }
 
     def warnings(self) -> list[str]:
         """Return one text for each defect of the data that the job tolerates."""
@@ -58,7 +71,12 @@ class SourceReport:
     def reasons(self) -> list[str]:
         """Return lines of text with the REASONS most frequent reasons of bad rows."""
         often = sorted(self.bad.items(), key=lambda item: (-item[1], item[0]))
-        shown = [f"{n} row{'s' * (n > 1)}: {reason}" for reason, n in often[:REASONS]]
+        places = self.bad_places()
+        shown = [
+            f"{n} row{'s' * (n > 1)}: {reason}"
+            + (f"; the first: {places[reason]}" if reason in places else "")
+            for reason, n in often[:REASONS]
+        ]
         return shown + (
             [f"and {len(often) - REASONS} other reasons"] if len(often) > REASONS else []
         )

@@ -188,7 +188,13 @@ def placement_facts(placement: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _quarantined(row: Mapping[str, Any]) -> str:
-    return f"  {row['source']}, {row['path']}, row {row['row']}: {row['reason']}"
+    return f"  {row['source']}, {row['path']}, {_place(row)}: {row['reason']}"
+
+
+def _place(row: Mapping[str, Any]) -> str:
+    """Return the place of a quarantined row in its file as text, with its line number if known."""
+    place = f"{row['row_unit']} {row['row']}"
+    return place if row["line"] is None else f"line {row['line']} ({place})"
 
 
 def _facts(facts: Sequence[tuple[str, str]]) -> Table:

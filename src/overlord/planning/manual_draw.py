@@ -34,7 +34,8 @@ def draw_by_hand(
 ) -> Buffer:
     """Return the look-ahead candidates of step ``buffer.step``, from a draw with empty accounts.
 
-    ``docs/stream.md`` specifies the draw. Raise ``PlanError`` or ``JobError`` for a bad argument.
+    The page 'The stream, exactly' of the documentation specifies the draw. Raise ``PlanError`` or
+    ``JobError`` for a bad argument.
     """
     if (
         not isinstance(look_ahead, int)

@@ -47,6 +47,7 @@ class SourceSpec:
     max_bad: int
     loaders: int = 1
     files: tuple[str, ...] = ()  # paths, for errors
+    row_unit: str = "row"  # unit of row numbers: "row", or "byte" for offsets
     meta: tuple[str, ...] = ()  # names of the metadata columns that its transforms add
     # names of those with a value for each document; empty: its samples are single documents
     documents: tuple[str, ...] = ()
@@ -67,6 +68,7 @@ class SourceSpec:
             max_bad=self.max_bad,
             cursor=cursor,
             files=self.files,
+            row_unit=self.row_unit,
             last_groups=self.last_groups,
         )
 

@@ -84,10 +84,11 @@ class SourceStream:
         max_bad: int,
         cursor: Cursor,
         files: Sequence[str] = (),
+        row_unit: str = "row",
         last_groups: int | None = None,
     ):
         """``last_groups``: the groups of the last epoch, if it ends early."""
-        self._files = files  # paths, for errors
+        self._files, self._row_unit = files, row_unit  # for errors
         self._last_groups = last_groups
         self.name, self._n_loaders, self._n_groups, self._epochs, self._max_bad = (
             name,
@@ -283,7 +284,8 @@ class SourceStream:
         if not len(bad_at):
             self._bad_run = self._bad_run if not len(found) else 0
             return None
-        self._last_bad = f"; the last: row {int(found.bad_row[-1])}: {found.bad_reason[-1]}"
+        unit = self._row_unit
+        self._last_bad = f"; the last: {unit} {int(found.bad_row[-1])}: {found.bad_reason[-1]}"
         previous = 0
         for j, goods in enumerate(bad_at.tolist()):
             self._bad_run = self._bad_run + 1 if goods == previous else 1
@@ -292,11 +294,12 @@ class SourceStream:
                 file, row = int(found.bad_file[j]), int(found.bad_row[j])
                 self.error = SourceError(
                     self.name,
-                    f"{self._bad_run} consecutive rows could not be used; the last: row "
+                    f"{self._bad_run} consecutive rows could not be used; the last: {unit} "
                     f"{row}: {found.bad_reason[j]}",
                     self._files[file] if file < len(self._files) else f"file {file}",
                     remedy="correct the source (overlord inspect shows it), filter these rows, or "
                     f"raise max_bad{_tokenize(self._last_bad)}",
+                    byte=row if unit == "byte" else -1,
                 )
                 return goods, j + 1
         if previous < len(found):
@@ -427,11 +430,11 @@ class SourceStream:
 
 def _tokenize(reason: str) -> str:
     """Return a hint to use ``Tokenize`` if ``reason`` is missing token ids, else an empty text."""
-    return (
-        "; text becomes token ids by Tokenize in the source's transforms"
-        if reason.endswith(": tokens is null or missing")
-        else ""
+    lacks = (
+        reason.endswith(": tokens is null or missing")
+        or ": expected the column 'tokens', got " in reason
     )
+    return "; text becomes token ids by Tokenize in the source's transforms" if lacks else ""
 
 
 def step_meta(pieces: Sequence[StreamPiece]) -> dict[str, Column]:

@@ -112,7 +112,8 @@ def check_folder(socket_path: str) -> None:
     if socket_path and folder not in _warned and (why := exposure_of(Path(folder), owners=False)):
         _warned.add(folder)
         remedy = (
-            "start Ray with --temp-dir=DIR/ray, where DIR has mode 0700 (Security in docs/ray.md)"
+            "start Ray with --temp-dir=DIR/ray, where DIR has mode 0700 (documentation: 'Ray', "
+            "Security)"
         )
         log.warning(
             "every account of this machine can replace the sockets and logs of its Ray, "
@@ -239,7 +240,7 @@ def warn_unauthenticated(what: str, who: str) -> None:
     """Log a warning that a cluster is used without authentication; ``who`` can misuse it."""
     log.warning(
         "%s is used without token authentication: %s can run code in it, read its data and end "
-        "its jobs (Security in docs/ray.md)",
+        "its jobs (documentation: 'Ray', Security)",
         what,
         who,
     )

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from overlord.errors import JobError, PlanError
+from overlord.line_numbers import line_numbers
 from overlord.observe.metrics import actors, job_metrics, loader_name, sum_counters
 from overlord.plan.plan import LoadingPlan
 from overlord.sample import Buffer
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from overlord.observe.explain import Known
     from overlord.observe.explanation import Explanation
     from overlord.planning.graph.dgraph import DGraph
+    from overlord.planning.spec import Quarantined
     from overlord.sample import SampleId
     from overlord.scaling.profile import JobProfile
     from overlord.serving.control_server import RemoteClient
@@ -92,6 +94,13 @@ def summary_buffer(running: RunningJob) -> Buffer:
 def quarantine(running: RunningJob) -> list[dict[str, Any]]:
     rows = running.loop.call(lambda: running.runtime.planner.ledger.bad_rows(), "the planner")
     names, indexes = running.job.names, running.generation.prepared.indexes
+
+    def path_of(q: Quarantined) -> str:
+        files = indexes[q.source].files
+        return files[q.file].path if q.file < len(files) else ""
+
+    offsets = [(path_of(q), q.row) for q in rows if indexes[q.source].row_unit == "byte"]
+    lines = line_numbers(offsets)
     return [
         {
             "source": names[q.source],
@@ -99,10 +108,10 @@ def quarantine(running: RunningJob) -> list[dict[str, Any]]:
             "file": q.file,
             "row": q.row,
             "part": q.part,
-            "path": indexes[q.source].files[q.file].path
-            if q.file < len(indexes[q.source].files)
-            else "",
+            "path": path_of(q),
             "reason": q.reason,
+            "row_unit": (unit := indexes[q.source].row_unit),
+            "line": lines.get((path_of(q), q.row)) if unit == "byte" else None,
         }
         for q in rows
     ]

@@ -219,7 +219,8 @@ def _session(
 
         return launch_with_journal(job, runtime, resume, allow, given)
     removed = removed_before(resume, job.shuffle_chunks) if isinstance(resume, Mapping) else None
-    prepared = profiled(PreparedJob(job, given, removed), runtime)
+    prepared = PreparedJob(job, given, removed, reads_datasets=runtime == "local")
+    prepared = profiled(prepared, runtime)
     if resume is None:
         return Session(job, prepared, None, runtime)
     assert isinstance(resume, Mapping)

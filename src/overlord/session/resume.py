@@ -43,12 +43,9 @@ def launch_with_journal(
         journal, found = JobJournal.resumed(job.journal, job.name, allow)
     try:
         begin = _by_state(resume) if isinstance(resume, Mapping) else _by_journal
-        prepared, state, beginning = begin(
-            profiled(PreparedJob(job, options, _removed_sources(job, resume, found)), runtime),
-            journal,
-            found,
-            tuple(allow),
-        )
+        removed = _removed_sources(job, resume, found)
+        indexed = PreparedJob(job, options, removed, reads_datasets=runtime == "local")
+        prepared, state, beginning = begin(profiled(indexed, runtime), journal, found, tuple(allow))
     except BaseException:
         journal.close()
         raise

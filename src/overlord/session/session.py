@@ -224,7 +224,8 @@ class Session:
         """Return the rows that were left out of all plans so far, each with the reason.
 
         After them come samples with an image that could not be decoded. They were delivered without
-        it, and the reason names the step.
+        it, and the reason names the step. ``row`` is a row number or a byte offset, as ``row_unit``
+        says. ``line`` is the line of that byte, if a local file has it within its first 256 MB.
         """
         return inspection.quarantine(self.internals)
 

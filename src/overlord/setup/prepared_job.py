@@ -120,11 +120,18 @@ class PreparedJob:
     profile: JobProfile | None = None  # measured costs of its sources, if any
 
     def __init__(
-        self, job: Job, options: Options, removed: Mapping[str, RemovedSource] | None = None
+        self,
+        job: Job,
+        options: Options,
+        removed: Mapping[str, RemovedSource] | None = None,
+        *,
+        reads_datasets: bool = False,
     ):
         """Build or load the index of every source.
 
-        ``removed`` are sources that the state to be resumed no longer reads.
+        ``removed`` are sources that the state to be resumed no longer reads. ``reads_datasets``:
+        the first rows of datasets are checked. A dataset that is sent to another process is not
+        read here, since it may open files at its first read.
         """
         if problems := options.problems(job):
             raise JobError(problems, "launch")
@@ -137,7 +144,7 @@ class PreparedJob:
         self._index_threads = 2 * n_workers(options)
         self.indexes = build_resumed_indexes(
             [
-                IndexSpec(s.name, s.uri, s.format, self._read_options(s, p))
+                IndexSpec(s.name, s.uri, s.format, self._read_options(s, p), reads_datasets)
                 for s, p in zip(job.sources, self.pipelines, strict=True)
             ],
             removed or {},
@@ -162,6 +169,7 @@ class PreparedJob:
             pipeline.columns,
             pipeline.refused,
             self.options.lengths_only and pipeline.lengths_suffice,
+            pipeline.required,
         )
 
     def loaders_of(self, i: int) -> int:
@@ -177,6 +185,7 @@ class PreparedJob:
             loaders=self.loaders_of(i),
             leaves=source.on_lost == "leave",
             files=tuple(f.path for f in self.indexes[i].files),
+            row_unit=self.indexes[i].row_unit,
             meta=self.pipelines[i].meta_names,
             documents=self.pipelines[i].document_meta,
             weight=float(source.weight),

@@ -7,6 +7,7 @@ rows. Seeds, shuffling and transforms are applied elsewhere.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
     from overlord.sources.files import Files
 
+# Formats whose `row` is a row number; in the other formats it is a byte offset.
+COUNTED = ("parquet", "arrow", "megatron", "mds", "dataset", "factory")
 NO_ROWS = "the file has no rows"
 # Suffixes of the two files of a Megatron dataset. Alone, many other tools use the first one too.
 PAIR = (".bin", ".idx")
@@ -69,13 +72,23 @@ def chat_column(schema: Mapping[str, str]) -> str | None:
     return None
 
 
+def _holds_ids(kind: str) -> bool:
+    """Return whether a column of this type may hold token ids: a list of whole numbers."""
+    return re.fullmatch(r"(large_)?list<\w+: u?int(16|32|64)>", kind) is not None
+
+
 def missing_columns_error(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
     """Return the error for a file that lacks columns named by transforms."""
-    wanted = f"expected the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
     remedy = (
         tokenize_hint(missing, schema) or "name a column that every file has, or rewrite the file"
     )
-    return BadFile(f"{wanted}, got {', '.join(schema) or 'none'}", remedy)
+    return BadFile(missing_columns(missing, list(schema)), remedy)
+
+
+def missing_columns(missing: Sequence[str], found: Sequence[str]) -> str:
+    """Return the problem of a file or a row without the columns ``missing``, as text."""
+    wanted = f"expected the column{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
+    return f"{wanted}, got {', '.join(found) or 'none'}"
 
 
 def tokenize_hint(missing: Sequence[str], schema: Mapping[str, str]) -> str:
@@ -89,6 +102,11 @@ def tokenize_hint(missing: Sequence[str], schema: Mapping[str, str]) -> str:
         return (
             f"if {chats!r} holds conversations: ov.Chat('folder of a tokenizer', "
             f"messages={chats!r}), in a job file {{chat: {{tokenizer: folder, messages: {chats}}}}}"
+        )
+    if "tokens" in missing and (ids := [n for n, kind in schema.items() if _holds_ids(kind)]):
+        return (
+            f"if {ids[0]!r} holds token ids: ov.Tokens({ids[0]!r}) in the source's transforms, in "
+            f"a job file {{tokens: {{column: {ids[0]}}}}}"
         )
     if "tokens" not in missing or not (texts := text_columns(schema)):
         return ""
@@ -176,6 +194,8 @@ class ReadOptions:
     refused: tuple[str, ...] = ()  # loss columns that the job would ignore: refused
     # Formats that know the lengths of documents from an index need not read the token ids.
     lengths_only: bool = False
+    # Columns without which a row is not a sample: those of token ids, texts or messages.
+    required: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)

@@ -25,6 +25,7 @@ import numpy as np
 from overlord.errors import SourceError, StorageError
 from overlord.hashing import digest
 from overlord.sources.base import (
+    COUNTED,
     BadFile,
     Chunks,
     File,
@@ -37,6 +38,7 @@ from overlord.sources.base import (
     no_rows_chunk,
 )
 from overlord.sources.files import Files
+from overlord.sources.first_rows import check_first_rows
 from overlord.sources.formats import DIRECTORY_SUFFIXES, FORMATS, format_named, format_of
 from overlord.sources.python_objects import Factory, files_of, fingerprint_of
 from overlord.sources.retry import deadline_s, retry_briefly
@@ -183,6 +185,7 @@ class IndexSpec:
     path: Any
     format: str | None = None
     options: ReadOptions = field(default_factory=ReadOptions)
+    reads_datasets: bool = False  # the first rows of a dataset are checked, like those of files
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,6 +208,11 @@ class Index:
     def rows(self) -> int | None:
         """Number of raw rows, or None if it is unknown before reading."""
         return None if (self.chunks.rows < 0).any() else int(self.chunks.rows.sum())
+
+    @property
+    def row_unit(self) -> str:
+        """The unit of row numbers: "row", or "byte" for offsets."""
+        return "row" if self.format in COUNTED else "byte"
 
     @property
     def nbytes(self) -> int:
@@ -479,6 +487,9 @@ def _read_chunks(task: tuple[_Work, list[File]], at: OnWait) -> int:
             work.parts[file.path] = retry_briefly(lambda f=file: fmt.chunks(access, f, options))  # type: ignore[misc]
             if file is work.files[0]:
                 work.schema = retry_briefly(lambda f=file: fmt.schema(access, f, options))  # type: ignore[misc]
+                if work.schema is None and (access.held is None or work.spec.reads_datasets):
+                    of = (work.parts[file.path], options)
+                    retry_briefly(lambda f=file, of=of: check_first_rows(fmt, access, f, *of))  # type: ignore[misc]
             work.stale = True
         except (BadFile, StorageUnreachable) as error:
             work.problems.append((file.path, error.problem, error.remedy))

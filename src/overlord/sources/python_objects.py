@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from overlord.sources.base import (
     RawSlice,
     ReadOptions,
     make_chunks,
+    missing_columns,
     no_rows_chunk,
 )
 
@@ -201,6 +202,7 @@ def _slice(at: int, rows: list[Any], options: ReadOptions, last: bool) -> RawSli
 
     Values may be numpy arrays or tensors.
     """
+    rows = [_with_required(row, options.required) for row in rows]
     bad = [(i, row) for i, row in enumerate(rows) if isinstance(row, str)]
     numbers = [i for i, row in enumerate(rows) if not isinstance(row, str)]
     good = [{key: _to_python(value) for key, value in rows[i].items()} for i in numbers]
@@ -210,6 +212,13 @@ def _slice(at: int, rows: list[Any], options: ReadOptions, last: bool) -> RawSli
     return cols.slice_of(
         at, len(rows), table, sorted(bad + [(numbers[i], reason) for i, reason in misfits]), last
     )
+
+
+def _with_required(row: Any, required: Sequence[str]) -> Any:
+    """Return a row, or the reason why it is bad if it lacks a column of ``required``."""
+    if isinstance(row, str) or not (missing := [name for name in required if name not in row]):
+        return row
+    return missing_columns(missing, [str(key) for key in row])
 
 
 def _to_python(value: Any) -> Any:

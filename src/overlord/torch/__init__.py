@@ -1,8 +1,8 @@
 """Overlord for torch trainers: ``import overlord.torch as ot``.
 
 Names are imported at their first use, and torch with the first of them. Install it with ``pip
-install 'overlord-data[torch]'``. docs/torch.md is a guide; docs/frameworks.md lists the keys that
-each framework reads.
+install 'overlord-data[torch]'``. The page 'With torch' of the documentation is a guide; 'What
+frameworks read' lists the keys that each framework reads.
 """
 
 from __future__ import annotations

@@ -91,6 +91,7 @@ from overlord.transforms.requirements import (
     check_map,
     describes,
     has_weights,
+    id_columns,
     lengths_suffice,
     raw_columns,
     refused_columns,
@@ -146,6 +147,7 @@ class Pipeline:
         self.holds_lock: bool = any(t.holds_lock for t in self.transforms)
         self.columns: tuple[str, ...] | None = raw_columns(source, self.transforms)
         self.refused: tuple[str, ...] = refused_columns(source, self.transforms)
+        self.required: tuple[str, ...] = id_columns(self.transforms)
         self.lengths_suffice: bool = lengths_suffice(self.transforms)
         images = any(isinstance(t, Images) for t in self.transforms)
         self._images = find_images(source, self.transforms) if images else None

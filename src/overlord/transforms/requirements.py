@@ -64,6 +64,25 @@ def raw_columns(source: str, transforms: Sequence[Transform]) -> tuple[str, ...]
     return None if everything else tuple(needed)
 
 
+def id_columns(transforms: Sequence[Transform]) -> tuple[str, ...]:
+    """Return the columns of the files without which a row has no token ids.
+
+    The tuple is empty if user code runs first: it may make the columns, or drop rows without them.
+    """
+    for t in transforms:
+        if t.user_code:
+            return ()
+        if isinstance(t, Tokenize):
+            return (t.text,)
+        if isinstance(t, Tokens):
+            return (t.column,)
+        if isinstance(t, Chat):
+            return (t.messages,)
+        if isinstance(t, GroupedIds):
+            return tuple(t.spec.documents)
+    return (IDS,)
+
+
 def used_columns(t: Transform) -> tuple[str, ...]:
     if isinstance(t, Tokenize):
         return (t.text,)

@@ -9,7 +9,7 @@ to the earlier sample.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -62,7 +62,8 @@ def schedule(lengths: np.ndarray, costs: RingCosts, rules: HybridRules) -> Hybri
         if slowest <= near:
             break
     assert best is not None, "the last placement always exists"
-    return best
+    table = hybrid_table.leveled_positions(best.tasks, best.task, length, costs, rules)
+    return replace(best, tasks=table)
 
 
 def placements(length: np.ndarray, costs: RingCosts, rules: HybridRules) -> Iterator[Rings]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 
 from overlord import ring
@@ -11,6 +14,7 @@ from overlord.planning.balance import binpack
 from overlord.planning.balance.hybrid_rules import HybridRules
 from overlord.planning.balance.ring_placement import Rings
 from overlord.planning.cost.ring import RingCosts
+from overlord.sample import ranges
 
 
 def build(
@@ -115,11 +119,8 @@ def times(
     load = np.zeros(rules.ranks)
     if not len(table):
         return load
-    exact = length.astype(np.float64)
-    tokens = np.bincount(task, weights=exact, minlength=len(table))
-    squares = np.bincount(task, weights=exact * exact, minlength=len(table))
-    seconds = costs.seconds(tokens, squares, table.sizes(), _crosses(table, rules.node))
-    levels = np.searchsorted(table.index, np.arange(int(table.index[-1]) + 2))
+    seconds = _seconds(table, task, length, costs, rules)
+    levels = _levels(table)
     if rules.equal_counts:
         slowest = np.maximum.reduceat(seconds, levels[:-1])
         number = len(slowest) + (rules.stages - 1) / rules.virtual
@@ -136,6 +137,51 @@ def times(
         return load
     filled = (rules.stages - 1) / rules.virtual / np.maximum(1, table.counts(rules.ranks))
     return load + load * filled
+
+
+def leveled_positions(
+    table: TaskTable, task: np.ndarray, length: np.ndarray, costs: RingCosts, rules: HybridRules
+) -> TaskTable:
+    """Return the table with some rings reversed, so that ranks have late positions equally often.
+
+    A later position of a ring takes a few percent longer: more of its blocks have all queries, and
+    their outputs must be merged. ``rules.groups`` other than "any" have a fixed order.
+    """
+    if rules.groups != "any" or not len(table):
+        return table
+    seconds = _seconds(table, task, length, costs, rules)
+    late = np.zeros(rules.ranks)  # seconds at late positions, less those at early ones
+    ring_rank = table.task_rank.copy()
+    for first, last in pairwise(_levels(table).tolist()):
+        if first == last:
+            continue
+        at = table.task_ptr[first : last + 1]
+        members, size = slice(int(at[0]), int(at[-1])), np.diff(at)
+        place, width = ranges(np.zeros(len(size), np.int64), size), np.repeat(size, size)
+        lag = np.repeat(seconds[first:last], size) * (2 * place - width + 1) / width
+        ranks = table.task_rank[members]
+        worse = np.add.reduceat(late[ranks] * lag, at[:-1] - at[0]) > 0
+        turned = np.repeat(worse, size)
+        late[ranks] += np.where(turned, -lag, lag)
+        mirror = np.arange(len(place)) + width - 1 - 2 * place
+        ring_rank[members] = np.where(turned, ranks[mirror], ranks)
+    return replace(table, task_rank=ring_rank)
+
+
+def _levels(table: TaskTable) -> np.ndarray:
+    """Return the first task of every microbatch index, and the number of tasks."""
+    found: np.ndarray = np.searchsorted(table.index, np.arange(int(table.index[-1]) + 2))
+    return found
+
+
+def _seconds(
+    table: TaskTable, task: np.ndarray, length: np.ndarray, costs: RingCosts, rules: HybridRules
+) -> np.ndarray:
+    """Return the time of every task."""
+    exact = length.astype(np.float64)
+    tokens = np.bincount(task, weights=exact, minlength=len(table))
+    squares = np.bincount(task, weights=exact * exact, minlength=len(table))
+    return costs.seconds(tokens, squares, table.sizes(), _crosses(table, rules.node))
 
 
 def _crosses(table: TaskTable, node: int) -> np.ndarray:

@@ -48,7 +48,8 @@ class RingCosts(Cost):
     token_bytes: bytes per token that pass a rank in a ring, of all layers, forward and backward.
     inside, across: bytes per second of a rank to its neighbour, inside a node and across nodes.
     latency: seconds of a transfer of any size; a ring of d ranks makes d - 1 one after the other.
-    fitted: coefficients by ring size. A size that was not measured has those of the next smaller.
+    fitted: coefficients by ring size. Those of other sizes are interpolated between the nearest
+        two; beyond the largest, they are those of the largest.
     """
 
     linear: float
@@ -89,9 +90,13 @@ class RingCosts(Cost):
             one = np.ones(len(d))
             return self.linear * one, self.square * one, self.constant * one
         by = sorted(self.fitted, key=lambda fit: fit.ranks)
-        at = np.searchsorted([fit.ranks for fit in by], d, side="right") - 1
+        sizes = np.array([fit.ranks for fit in by], np.float64)
         table = np.array([(fit.linear, fit.square, fit.constant) for fit in by])
-        linear, square, constant = table[np.maximum(at, 0)].T
+        inside = np.clip(d, sizes[0], sizes[-1])
+        below = np.searchsorted(sizes, inside, side="right") - 1
+        above = np.minimum(below + 1, len(by) - 1)
+        share = (inside - sizes[below]) / np.maximum(1.0, sizes[above] - sizes[below])
+        linear, square, constant = (table[below] + share[:, None] * (table[above] - table[below])).T
         return linear, square, constant
 
     def hops(self, tokens: np.ndarray, d: np.ndarray, crosses: np.ndarray) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""Adapters from microbatches to the batches of frameworks; see docs/frameworks.md.
+"""Adapters from microbatches to the batches of frameworks.
+
+The page 'What frameworks read' of the documentation lists their keys.
+
 
 ``megatron.packed``, ``megatron_chunks.iterators``, ``dynamic_cp.packed``, ``torchtitan.flat``,
 ``huggingface.flattened``.

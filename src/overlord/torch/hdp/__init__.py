@@ -1,4 +1,6 @@
-"""Hybrid data parallelism: documents that any number of ranks share; see docs/hdp.md.
+"""Hybrid data parallelism: documents that any number of ranks share.
+
+The page 'Hybrid data parallelism' of the documentation is a guide.
 
 hdp.startup_barrier(group, device)  # once
 for step in client:

@@ -28,11 +28,11 @@ def merge(out: Tensor, lse: Tensor, rows: Rows, part: Tensor, logs: Tensor) -> N
     overflow. Before the first block out is 0 and lse is -inf.
     """
     before, known = take(lse, rows), take(out, rows)
-    share = torch.sigmoid(logs.to(before.dtype) - before).unsqueeze(-1)
-    merged = known + share * (part.to(known.dtype) - known)
-    both = torch.logaddexp(before, logs.to(before.dtype))
-    if isinstance(rows, slice):
-        out[rows], lse[rows] = merged, both
+    logs = logs.to(before.dtype)
+    known.lerp_(part.to(known.dtype), torch.sigmoid(logs - before).unsqueeze(-1))
+    both = torch.logaddexp(before, logs)
+    if isinstance(rows, slice):  # ``known`` is a view
+        lse[rows] = both
     else:
-        out.index_copy_(0, rows, merged)
+        out.index_copy_(0, rows, known)
         lse.index_copy_(0, rows, both)

@@ -1,7 +1,7 @@
 """Helpers for trainers: ``from overlord.torch import recipes``, then ``recipes.ddp.syncing``.
 
-Each module serves one trainer and is imported at its first use. docs/trainers has a complete
-script for each.
+Each module serves one trainer and is imported at its first use. The documentation has a
+complete script for each, under 'Trainers'.
 """
 
 from __future__ import annotations
