@@ -26,7 +26,7 @@ ENVS = ROOT / "build" / "python-versions"
 FOLDERS = ("tests/unit", "tests/properties")
 # Tests of pages and of the distribution, and all that need torch or transformers.
 PAGES = ("test_docs", "test_docs_site", "test_docs_language", "test_package")
-NEEDS = re.compile(r"\b(torch|transformers)\b")
+NEEDS = re.compile(r"\b(torch|transformers|tokenizers_made import OBJECTS)\b")
 RAY = "2.60.0"
 LIMIT_S = 7200.0
 BEGIN, END = "<!-- Python: written by make python-versions -->", "<!-- end of Python -->"
