@@ -112,9 +112,13 @@ docs: $(VENV)/.test
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # A version of the site, on the branch gh-pages of this clone: make docs-version RELEASE=0.1
+# All versions are then in build/versions: python -m http.server -d build/versions
 docs-version: $(VENV)/.test
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(RELEASE) latest
-	$(BIN)/mike set-default latest
+	test -n "$(RELEASE)" || { echo "RELEASE: expected a version such as 0.1, got none; write make docs-version RELEASE=0.1"; exit 2; }
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mike deploy --update-aliases $(RELEASE) latest
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/mike set-default latest
+	rm -rf build/versions && mkdir -p build/versions
+	git archive gh-pages | tar -x -C build/versions
 
 clean:
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

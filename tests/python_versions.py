@@ -26,7 +26,7 @@ ENVS = ROOT / "build" / "python-versions"
 FOLDERS = ("tests/unit", "tests/properties")
 # Tests of pages and of the distribution, and all that need torch or transformers.
 PAGES = ("test_docs", "test_docs_site", "test_docs_language", "test_package")
-NEEDS = re.compile(r"\b(torch|transformers)\b")
+NEEDS = re.compile(r"\b(torch|transformers|tokenizers_made import OBJECTS)\b")
 RAY = "2.60.0"
 LIMIT_S = 7200.0
 BEGIN, END = "<!-- Python: written by make python-versions -->", "<!-- end of Python -->"
@@ -34,11 +34,25 @@ HEAD = "| Python | tested on | unit tests and properties |\n|---|---|---|"
 ROW = re.compile(r"^\| (\d+\.\d+\.\d+) \|.*\|$", re.MULTILINE)
 
 
+def version_of(python: str) -> str:
+    """Return the version of an interpreter; exit if it does not run."""
+    code = "import platform; print(platform.python_version())"
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, text=True)
+        problem = found.stderr.strip() if found.returncode else ""
+    except OSError as fault:
+        problem = str(fault)
+    if problem:
+        sys.exit(
+            f"PYTHONS: expected interpreters, got {python!r}: {problem.splitlines()[0]}; give their "
+            "paths: make python-versions PYTHONS='/opt/python3.12/bin/python'"
+        )
+    return found.stdout.strip()
+
+
 def environment(envs: Path, python: str) -> tuple[Path, str]:
     """Build the environment of an interpreter; return its Python and its version."""
-    code = "import platform; print(platform.python_version())"
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
-    version = found.stdout.strip()
+    version = version_of(python)
     folder, wanted = envs / version, "\n".join(requirements(RAY))
     own, mark = folder / "bin" / "python", folder / ".requirements"
     if not mark.exists() or mark.read_text() != wanted:

@@ -46,18 +46,19 @@ def test_a_microbatch_tells_its_step(tmp_path: Path, device: str | None):
     job = text_job(tmp_path, until=3, microbatches=3)
     with ov.launch(job) as session:
         plain = [
-            (mb.step, mb.global_valid_tokens, mb.is_last)
+            (mb.step, mb.global_valid_tokens, mb.global_samples, mb.is_last)
             for step in session.client(0)
             for mb in step
         ]
     with ot.Loader(job, True, device=device) as loader:
         items = list(loader)
-    found = [(mb.step, mb.global_valid_tokens, mb.is_last) for mb in items]
+    found = [(mb.step, mb.global_valid_tokens, mb.global_samples, mb.is_last) for mb in items]
     assert found == plain
-    assert [last for _, _, last in found] == [False, False, True] * 3
-    assert [step for step, _, _ in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [last for *_, last in found] == [False, False, True] * 3
+    assert [step for step, *_ in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     for moved in (items[2].to("cpu"), items[2].without(["labels"])):
-        assert (moved.step, moved.global_valid_tokens, moved.is_last) == found[2]
+        about = (moved.step, moved.global_valid_tokens, moved.global_samples, moved.is_last)
+        assert about == found[2]
     (sent,) = DataLoader(ot.Dataset(text_job(tmp_path, until=1)), batch_size=None, num_workers=1)
     assert [mb.is_last for mb in sent] == [False, True]
 

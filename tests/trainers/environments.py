@@ -53,6 +53,9 @@ TRAINERS = {
     "TRL SFTTrainer": Trainer(
         "trl", "trl", f"{HEAVY}::test_trl", pins=("trl==1.16.0", "datasets==5.2.0")
     ),
+    "TRL DPOTrainer": Trainer(
+        "trl-dpo", "trl", "tests/trainers/test_dpo.py", pins=("trl==1.16.0", "datasets==5.2.0")
+    ),
     "torchtitan": Trainer(
         "torchtitan",
         "torchtitan",
@@ -80,7 +83,7 @@ def environment(envs: Path, trainer: Trainer) -> Path:
     """Build the environment of a trainer, unless it is there; return its Python."""
     if not trainer.pins:
         return Path(sys.executable)
-    folder, wanted = envs / trainer.page, "\n".join(trainer.pins)
+    folder, wanted = envs / trainer.distribution, "\n".join(trainer.pins)
     python, mark = folder / "bin" / "python", folder / ".pins"
     if not mark.exists() or mark.read_text() != wanted:
         if not python.exists():

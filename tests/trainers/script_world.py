@@ -72,7 +72,20 @@ def write_data(folder: Path) -> None:
             tokens = [(start + 3 * k) % VOCABULARY for k in range(n)]
             lines.append(json.dumps({"tokens": tokens}))
         (folder / "data" / f"{name}.jsonl").write_text("\n".join(lines))
+        (folder / "data" / f"{name}-pairs.jsonl").write_text("\n".join(pairs(name, rows)))
     write_tokenizer(folder / "assets")
+
+
+def pairs(name: str, rows: int) -> Iterator[str]:
+    """Yield lines of pairs of very different lengths: the chosen response counts up by 3."""
+    chance = random.Random(name)
+    for _ in range(rows):
+        start = chance.randrange(VOCABULARY)
+        ids = {"prompt": [start]}
+        for column, by in (("chosen", 3), ("rejected", -3)):
+            n = chance.choice((2, 5, 9, 30, 60))
+            ids[column] = [(start + by * k) % VOCABULARY for k in range(1, n)]
+        yield json.dumps(ids)
 
 
 def write_tokenizer(folder: Path) -> None:

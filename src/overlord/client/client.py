@@ -128,6 +128,11 @@ class Microbatch(Mapping[str, np.ndarray]):
         return self._info.valid_tokens
 
     @property
+    def global_samples(self) -> int:
+        """That of the step: divide summed losses of samples, such as pairs, by it."""
+        return self._info.samples
+
+    @property
     def info(self) -> StepInfo:
         """The description of the step, restricted to the samples of this microbatch."""
         return self._info.of_rows(self._rows)

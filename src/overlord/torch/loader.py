@@ -39,8 +39,9 @@ class Loader(_DataLoader):  # type: ignore[misc]  # mypy does not follow torch
 
     ``job``: a Job, which the ranks of this world share, or a client of it. The rank and the world
     size are those of ``torch.distributed`` if it is initialised, else of the environment.
-    ``microbatches``: an item is a microbatch, with ``step``, ``global_valid_tokens`` and
-    ``is_last``. Each step then has exactly ``Batch.microbatches`` of them, except in an evaluation.
+    ``microbatches``: an item is a microbatch, with ``step``, ``global_valid_tokens``,
+    ``global_samples`` and ``is_last``. Each step then has exactly ``Batch.microbatches`` of them,
+    except in an evaluation.
     ``transform``: a function of each item, such as an adapter. ``device``: copy ``depth`` steps
     ahead to it (``DevicePrefetcher``); ``pin``: through pinned memory.
 

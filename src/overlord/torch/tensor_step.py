@@ -109,6 +109,7 @@ class InStep(NamedTuple):
 
     step: int | None = None
     global_valid_tokens: int | float | None = None
+    global_samples: int | None = None
     is_last: bool | None = None
 
 
@@ -186,6 +187,11 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
     def global_valid_tokens(self) -> int | float | None:
         """That of its step: divide summed losses by it."""
         return self._in_step.global_valid_tokens
+
+    @property
+    def global_samples(self) -> int | None:
+        """That of its step: divide summed losses of samples, such as pairs, by it."""
+        return self._in_step.global_samples
 
     @property
     def is_last(self) -> bool | None:
@@ -274,7 +280,7 @@ class TensorStep:
         self.expected_microbatches: int | None = about["expected_microbatches"]
         last = len(microbatches) - 1
         self._microbatches = tuple(
-            mb.within(InStep(self.step, self.global_valid_tokens, m == last))
+            mb.within(InStep(self.step, self.global_valid_tokens, self.global_samples, m == last))
             for m, mb in enumerate(microbatches)
         )
         self.encoder = tuple(encoder)

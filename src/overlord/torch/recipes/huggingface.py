@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -16,6 +17,7 @@ from overlord.errors import JobError
 from overlord.job.job import Job
 from overlord.torch.adapters import huggingface
 from overlord.torch.loader import Loader
+from overlord.torch.recipes import preference_pairs as pairs
 from overlord.torch.recipes.step_shape import fixed_microbatches
 from overlord.torch.token_mean import evaluate
 
@@ -26,7 +28,7 @@ def use(
     job: Job,
     evaluation: Job | None = None,
     *,
-    transform: Callable[[Any], Any] = huggingface.flattened,
+    transform: Callable[[Any], Any] | None = None,
     **launch_options: Any,
 ) -> Iterator[Loader]:
     """Let a ``Trainer`` train on a job and evaluate on another, in a ``with`` block.
@@ -34,23 +36,40 @@ def use(
     An optimizer step is a step of the job. Losses are means over the tokens of the whole step, and
     of the whole evaluation. The position in the data is in every checkpoint, and
     ``train(resume_from_checkpoint=...)`` continues there on any number of ranks. ``transform``: a
-    function from a microbatch to the arguments of the model.
+    function from a microbatch to the arguments of the model; ``flattened`` by default.
+
+    A ``DPOTrainer`` of TRL needs a job of ``Pair`` sources. Losses are means over the pairs of the
+    step, and ``preference`` is the default of ``transform``.
     """
-    _check(trainer, job)
+    preferences = pairs.takes_pairs(trainer)
+    _check(trainer, job, preferences)
+    given = transform or (huggingface.preference if preferences else huggingface.flattened)
     trainer.args.ignore_data_skip = True  # the position is loaded, so nothing is left to skip
     if trainer.args.max_steps <= 0 and job.end_step is not None:
         trainer.args.max_steps = job.end_step
     with ExitStack() as stack:
         loader = stack.enter_context(
-            Loader(job, microbatches=True, transform=transform, **launch_options)
+            Loader(
+                job,
+                microbatches=True,
+                transform=partial(pairs.rows, transform=given) if preferences else given,
+                **launch_options,
+            )
         )
+        loss = pairs.PairLoss(trainer, job) if preferences else None
+        if loss is not None:
+            stack.enter_context(loss.installed())
         trainer.get_train_dataloader = lambda: loader
         trainer.add_callback(LoaderPosition(loader))
         if evaluation is not None:
             valid = stack.enter_context(Loader(evaluation, **launch_options))
             trainer.eval_dataset = valid.dataset
             trainer.get_eval_dataloader = lambda eval_dataset=None: valid
-            trainer.evaluation_loop = _TokenWeightedEvaluation(trainer, transform)
+            trainer.evaluation_loop = (
+                _TokenWeightedEvaluation(trainer, given)
+                if loss is None
+                else pairs.PairWeightedEvaluation(trainer, loss, given)
+            )
         yield loader
 
 
@@ -59,8 +78,10 @@ def placeholder() -> Any:
 
     The ``Trainer`` takes an ``eval_dataset`` with an ``eval_strategy``. ``SFTTrainer`` of TRL takes
     a ``train_dataset``: with ``SFTConfig(dataset_kwargs={"skip_prepare_dataset": True})`` this one.
+    ``DPOTrainer`` takes one too, and tokenizes its texts.
     """
-    rows = [{"input_ids": [0, 0], "labels": [0, 0]}]
+    texts = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    rows = [{"input_ids": [0, 0], "labels": [0, 0], **texts}]
     if find_spec("datasets") is None:
         return rows
     return import_module("datasets").Dataset.from_list(rows)
@@ -123,24 +144,31 @@ class _TokenWeightedEvaluation:
         )
 
 
-def _check(trainer: Any, job: Job) -> None:
+def _check(trainer: Any, job: Job, preferences: bool) -> None:
     """Raise ``JobError`` with all settings of a trainer that would train on wrong losses."""
-    args, wanted, wrong = trainer.args, fixed_microbatches(job, "huggingface"), []
+    args, wanted = trainer.args, fixed_microbatches(job, "huggingface")
+    wrong = pairs.unfit_settings(trainer) if preferences else _unfit_settings(trainer)
     if args.gradient_accumulation_steps != wanted:
         wrong.append(
             f"gradient_accumulation_steps: expected {wanted}, the Batch.microbatches of the job, "
             f"got {args.gradient_accumulation_steps}"
         )
-    if not args.average_tokens_across_devices and args.world_size > 1:
-        wrong.append("average_tokens_across_devices: expected True, got False")
     if args.restore_callback_states_from_checkpoint:
         wrong.append("restore_callback_states_from_checkpoint: expected False, got True")
+    if args.n_gpu > 1:
+        wrong.append(f"expected one process per GPU, got {args.n_gpu} GPUs; start with torchrun")
+    if wrong:
+        raise JobError(wrong, "huggingface")
+
+
+def _unfit_settings(trainer: Any) -> list[str]:
+    """Return a line for each setting with which losses would not be weighted by tokens."""
+    args, wrong = trainer.args, []
+    if not args.average_tokens_across_devices and args.world_size > 1:
+        wrong.append("average_tokens_across_devices: expected True, got False")
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         wrong.append(
             "model: expected one whose forward takes num_items_in_batch, or compute_loss_func=, "
             f"got {type(trainer.model).__name__}; its loss would be a mean of each microbatch"
         )
-    if args.n_gpu > 1:
-        wrong.append(f"expected one process per GPU, got {args.n_gpu} GPUs; start with torchrun")
-    if wrong:
-        raise JobError(wrong, "huggingface")
+    return wrong
