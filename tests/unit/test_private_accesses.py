@@ -39,7 +39,6 @@ REMAINING = {
     ("benchmarks/recovery.py", "session.internals"),
     ("benchmarks/recovery.py", "session.internals.runtime._parts"),
     ("tests/properties/test_cores.py", "_at_or_after"),
-    ("tests/simulation/world/disk.py", "_Order"),
     ("tests/simulation/world/memoization.py", "_Window"),
     ("tests/torch/test_world.py", "_Board"),
     ("tests/unit/test_add_source.py", "_Rank"),

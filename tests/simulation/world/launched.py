@@ -36,7 +36,7 @@ from overlord.rpc.actors import ActorHandle
 from overlord.setup.prepared_job import PreparedJob
 from tests.internals import resume_by_journal
 from tests.simulation.world.control import START_S, Family, SimControl
-from tests.simulation.world.disk import SimDisk, SimWriter
+from tests.simulation.world.disk import SimDisk, writer_of
 from tests.simulation.world.layout import placement_of
 from tests.simulation.world.people import Elsewhere, Errand, Hand
 from tests.simulation.world.virtual import SimMachine
@@ -252,10 +252,12 @@ class Launched:
 
     def _open_journal(self, disk: SimDisk) -> tuple[JobJournal, Recovered]:
         journal, found = JobJournal.resumed(
-            disk.place(self.planner), self.blueprint.job.name, launch=self._launch
+            disk.place(self.planner),
+            self.blueprint.job.name,
+            launch=self._launch,
+            make_writer=writer_of(self.planner),
         )
-        planner, self._launch = self.planner, journal.launch
-        journal.make_writer = lambda log, told: SimWriter(log, told, planner)
+        self._launch = journal.launch
         journal.start(self.pump.post)
         return journal, found
 
