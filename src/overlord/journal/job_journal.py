@@ -118,17 +118,16 @@ class JobJournal(NullJournal):
     ) -> tuple[JobJournal, Recovered]:
         """Open the journal of a job, which may be empty, and return it with its content.
 
-        Older writers are fenced off. ``make_writer`` creates the writer that appends. With ``launch`` the journal must be empty or of that launch,
+        Older writers are fenced off. With ``launch`` the journal must be empty or of that launch,
         or ``JournalTaken`` is raised. So a launch that was fenced off cannot open it again.
+        ``make_writer`` creates the writer that appends.
         """
         storage = storage_of(where) if isinstance(where, (str, os.PathLike)) else where
         header = Header(job=name, launch=launch or token_hex(8))
         log, records = JournalLog.open(storage, header, allow=tuple(allow), goes_on=bool(launch))
         try:
             found = Recovered.of(entries(records))
-            journal = JobJournal(
-                storage, name, log, launch=header.launch, make_writer=make_writer
-            )
+            journal = JobJournal(storage, name, log, launch=header.launch, make_writer=make_writer)
             journal.continue_after(found, records)
         except BaseException:
             log.close()

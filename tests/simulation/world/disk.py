@@ -18,9 +18,7 @@ from tests.simulation.world.world import Killed, Process
 WRITE_S = 0.002  # median
 
 
-def writer_of(
-    process: Process,
-) -> Callable[[JournalLog, Callable[[], None] | None], AppendThread]:
+def writer_of(process: Process) -> Callable[[JournalLog, Callable[[], None] | None], AppendThread]:
     """Return how a process of the world makes the writer of its journal, without a thread.
 
     It writes some time later; a caller that waits for an append has it written at once.
