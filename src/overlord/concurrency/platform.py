@@ -1,4 +1,4 @@
-"""The platform of a worker: clock, threads, shared memory and connections.
+"""The platform of a process: clock, threads, queues, memory and connections.
 
 Workers use these only through a platform. So the same workers run in a simulated cluster, where
 machines become slow, unreachable or lost as a seed determines.
