@@ -151,8 +151,7 @@ def running(corpus: Corpus, kind: str, folder: Path, seconds: float) -> list[str
     job, TimedWriter.cpu = make_job(corpus, Work("overlord", kind, str(corpus.folder), n, 0)), 0.0
     place = storage_of(folder)
     place.hold()
-    journal = Timed(place, job.name, None)
-    journal.make_writer = TimedWriter
+    journal = Timed(place, job.name, None, make_writer=TimedWriter)
     with Session(job, PreparedJob(job, Options()), None, "local", JournalStart(journal)) as session:
         clients = [session.client(rank) for rank in range(job.place.world_size)]
         for client in clients:  # start-up belongs to no step

@@ -51,7 +51,7 @@ class Seam:
 # the coordinator process, seen from the launcher
 COORDINATOR_STARTS = Seam("overlord.cluster.launcher:Launcher", "_start_coordinator")
 COORDINATOR_RESTARTS = Seam("overlord.cluster.launcher:Launcher", "_restart_coordinator")
-COORDINATOR_READY = Seam("overlord.cluster.launcher:Launcher", "_accept_calls")
+COORDINATOR_READY = Seam("overlord.cluster.launcher:Launcher", "accept_calls")
 COORDINATOR_WAITS = Seam("overlord.cluster.launcher:Launcher", "_note_awaited")
 COORDINATOR_REPLACED = Seam("overlord.cluster.launcher:CoordinatorHeartbeat", "kill")
 COORDINATOR_AWAITED = Seam("overlord.cluster.launcher:Launcher", "_wait_for_coordinator")

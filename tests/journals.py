@@ -9,7 +9,7 @@ from typing import Any
 from overlord.journal.log import JournalLog, Where, read_all
 from overlord.journal.record import Record
 from overlord.journal.segments import Header, Reading, SegmentChain
-from overlord.journal.storage import NameTaken, refusal
+from overlord.journal.storage import NameTaken, process_label, refusal
 
 JOB = Header(job="demo", fingerprint={"draw": "exact-1", "web": "abc"})
 
@@ -22,7 +22,7 @@ class Memory:
     """
 
     def __init__(self, whole: bool = False):
-        self.shown, self.whole = "memory", whole
+        self.shown, self.whole, self.writer = "memory", whole, process_label()
         self.files: dict[str, bytes] = {}
         self.fault: Callable[[bytes], int | None] = lambda data: None
         self.stays = False  # a segment that could not be created is not removed

@@ -40,7 +40,6 @@ REMAINING = {
     ("benchmarks/recovery.py", "session.internals"),
     ("benchmarks/recovery.py", "session.internals.runtime._parts"),
     ("tests/properties/test_cores.py", "_at_or_after"),
-    ("tests/simulation/world/disk.py", "_Order"),
     ("tests/simulation/world/memoization.py", "_Window"),
     ("tests/torch/test_world.py", "_Board"),
     ("tests/unit/test_add_source.py", "_Rank"),
@@ -127,3 +126,46 @@ def test_every_seam_names_an_attribute_that_exists(name: str) -> None:
     if ".ray." in SEAMS[name].owner and importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     assert SEAMS[name].real is not None
+
+
+def bases_of_the_package(tree: ast.Module) -> Iterator[ast.ClassDef]:
+    """Yield the classes of a module that have a base class of the package."""
+    own = {
+        alias.asname or alias.name
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("overlord")
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and own & {ast.unparse(base) for base in node.bases}:
+            yield node
+
+
+# The two interfaces that a simulated machine implements.
+INTERFACES = {"Platform", "Connection"}
+
+
+def replaced_constructors(tree: ast.Module) -> set[str]:
+    """Return the subclasses of the package's classes that have a constructor of their own."""
+    return {
+        node.name
+        for node in bases_of_the_package(tree)
+        if not INTERFACES & {ast.unparse(base) for base in node.bases}
+        and any(isinstance(part, ast.FunctionDef) and part.name == "__init__" for part in node.body)
+    }
+
+
+def test_the_simulation_replaces_no_constructor_of_the_package() -> None:
+    found = {
+        (path.name, name)
+        for path in (ROOT / "tests/simulation").rglob("*.py")
+        for name in replaced_constructors(ast.parse(path.read_text()))
+    }
+    assert found == set(), "give the constructor a platform, an actor system or a storage"
+
+
+def test_a_replaced_constructor_is_found() -> None:
+    code = "from overlord.a import A\nclass B(A):\n    def __init__(self): ..."
+    assert replaced_constructors(ast.parse(code)) == {"B"}
+    assert replaced_constructors(ast.parse(code.replace("(A)", "(C)"))) == set()
+    assert replaced_constructors(ast.parse(code.replace("__init__", "other"))) == set()

@@ -28,7 +28,6 @@ from overlord.messages.control import (
     StepsAcked,
 )
 from overlord.messages.data import Build, Deliver, EndRank, RankWait, Release, StepPayload, Unfinish
-from overlord.process.resources import pss_bytes
 from overlord.serving.step_publisher import SharedBufferPool, StepPublisher
 from overlord.transport.connection import Connection
 from overlord.transport.server import Server
@@ -287,7 +286,7 @@ class ConstructorWorker(Worker):
             lambda: {
                 "pid": os.getpid(),
                 "node": self._platform.node(),
-                "pss": pss_bytes(),
+                "pss": self._platform.pss_bytes(),
                 "constructors": self._building.figures(),
                 "memory": self._building.held_bytes(),
                 "clients": self._delivery.metrics(),

@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -117,13 +117,21 @@ class CoordinatorActor:
     """The RPC interface of a coordinator.
 
     The launching process calls its methods. Methods that read or change the coordinator run on its
-    event loop, in order.
+    event loop, in order. ``events``, ``event_loop`` and ``rpc`` are those of the platform, unless
+    they are given.
     """
 
-    def __init__(self, config: CoordinatorConfig):
-        self._config, self._events = config, EventQueue()
-        self._event_loop = EventLoop("planner")
-        self._rpc = RpcServer(
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        *,
+        events: EventQueue | None = None,
+        event_loop: EventLoop | None = None,
+        rpc: RpcServer | None = None,
+    ):
+        self._config, self._events = config, events or EventQueue(config.machine.now)
+        self._event_loop = event_loop or config.machine.event_loop("planner")
+        self._rpc = rpc or RpcServer(
             end=lambda name, lease_id, why: self._send(KillProcess(lease_id, name)),
             cut=self._disconnected,
             machine=config.machine,
@@ -193,25 +201,31 @@ class CoordinatorActor:
         Return a future of the last step that all ranks acknowledged; it is set when workers run.
         """
         begun = Future[int]()
-        threading.Thread(
-            target=self._begin, args=(begun,), name="overlord-begin", daemon=True
-        ).start()
+        self._config.machine.thread(lambda: self._begin(begun), "overlord-begin")
         return begun
 
     def _begin(self, begun: Future[int]) -> None:
         try:
-            self._coordinator = self._start()
-            self._coordinator.on_stage.append(self._planned)
-            self._coordinator.on_lost.append(self._events.put)
-            self._coordinator.on_taken = self._taken
-            self._send_recovered()
-            acked = self._coordinator.history.acked
-            self._session_events = SessionEvents(self._coordinator)
+            coordinator = self._start()
+            coordinator.on_stage.append(self._planned)
+            coordinator.on_lost.append(self._events.put)
+            coordinator.on_taken = self._taken
+            self.serve(coordinator, self._applied)
+            acked = coordinator.history.acked
+            self._session_events = SessionEvents(coordinator)
             self._event_loop.start(self._loop_failed, self._after_turn)
             self._beats_loop = True
             begun.set_result(acked)
         except BaseException as fault:
             begun.set_exception(fault)
+
+    def serve(self, coordinator: Coordinator, applied: Sequence[Any] = ()) -> None:
+        """Answer requests by ``coordinator``; send what its predecessor may not have sent.
+
+        ``applied`` are the user's events in the journal.
+        """
+        self._coordinator, self._applied = coordinator, list(applied)
+        self._send_recovered()
 
     def _start(self) -> Coordinator:
         """Return a coordinator with started workers, or one that took over the living workers."""

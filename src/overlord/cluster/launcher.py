@@ -19,7 +19,6 @@ from overlord.cluster.coordinator_config import CoordinatorConfig
 from overlord.cluster.launched_workers import START_S, LaunchedWorkers
 from overlord.cluster.supervisor import restart_limit_error
 from overlord.cluster.worker_factory import watch
-from overlord.concurrency.event_loop import ThreadQueue
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JournalError, JournalTaken, OverlordError
 from overlord.messages.control import Report, StreamState
@@ -137,18 +136,21 @@ class Launcher:
     """The processes of a job, from the launching process: the coordinator and its workers.
 
     A lost coordinator is restarted. ``ask`` and ``tell`` call the current one. ``workers`` starts
-    and ends workers. ``on_event`` receives the events for the session, on a thread of the launcher.
+    and ends workers. ``ask_s`` is the default timeout of ``ask``.
     """
 
     def __init__(
         self,
         prepared: PreparedJob,
         generation: int,
-        on_event: Callable[[SessionEvent], None],
         control: ActorSystem,
         platform: Platform,
+        *,
+        ask_s: float = ASK_S,
     ):
-        self.control, self._platform = control, platform
+        self.control, self._platform, self._ask_s = control, platform, ask_s
+        # receives the events for the session, on a thread of the launcher
+        self.on_event: Callable[[SessionEvent], None] = lambda event: None
         self.coordinator: ActorHandle | None = None  # the current one, which may be starting
         self.workers = LaunchedWorkers(
             prepared, generation, control, platform, lambda: self.coordinator
@@ -163,21 +165,21 @@ class Launcher:
         self.acked = self._progress = -1
         self.watched = False
         self.reports: dict[tuple[int, int], Report] = {}  # recently accepted, by step and rank
-        self._session, self._on_event = generation, on_event
+        self._session = generation
         self._incarnation = self._restarts = 0
         self._reason = ""
         # the start state, for a coordinator whose predecessor wrote nothing
         self._initial: StreamState | None = None
         self._launch = ""  # identifies this launch in the journal
         self._opened = False  # the journal has the start of this session
-        self._lock = threading.Condition()  # guards ``coordinator`` and ``_ready``
+        self._lock = platform.condition()  # guards ``coordinator`` and ``_ready``
         self._ready = self._closed = False
         self.absent = ""  # the reason why the coordinator cannot be called; empty if it can be
         self._written: dict[ActorHandle, list[float]] = {}  # journal counts of each coordinator
         self._over: Exception | None = None  # the error that ended the job
         # separate queues: notifications may block on session locks, starts of workers must not
-        self._requests = ThreadQueue(1, "launcher")
-        self._notices = ThreadQueue(1, "coordinator-events")
+        self._requests = platform.queue(1, "launcher")
+        self._notices = platform.queue(1, "coordinator-events")
         self._ending = CloseOnce()
         self._stop_reviews: Callable[[], None] = lambda: None
 
@@ -192,7 +194,7 @@ class Launcher:
         """Start the first coordinator and all workers that it requests."""
         self._initial = state
         self._start_coordinator()
-        self._accept_calls()
+        self.accept_calls()
         self._heartbeat.start()
         self._stop_reviews = watch(
             self.workers.factory.placement, self._platform, self.control, self._relocate
@@ -233,7 +235,7 @@ class Launcher:
         workers.redirect_to(
             *self.control.get(self.control.call(coordinator, "rpc_address"), BOOT_S)
         )
-        self._listen(coordinator)
+        self.follow(coordinator)
         self._heartbeat.watch(coordinator)
         acked: int = self.control.get(self.control.call(coordinator, "begin"), self._begin_s)
         return acked
@@ -246,7 +248,16 @@ class Launcher:
         """
         return 2 * START_S + 2 * self.prepared.options.lost_after_s
 
-    def _accept_calls(self) -> None:
+    def follow(self, coordinator: ActorHandle) -> None:
+        """Receive the events of a coordinator that starts, and of no other from now on.
+
+        Calls wait until ``accept_calls``.
+        """
+        with self._lock:
+            self.coordinator, self._ready = coordinator, False
+        self._listen(coordinator)
+
+    def accept_calls(self) -> None:
         """Accept calls from now on; raise ``ActorLost`` if the coordinator has died meanwhile."""
         with self._lock:
             coordinator = self.coordinator
@@ -315,7 +326,7 @@ class Launcher:
             try:
                 self._reason = f"{LOST}{reason}"
                 acked = self._start_coordinator()
-                self._accept_calls()
+                self.accept_calls()
                 return self._report_recovery(reason, since, acked)
             except Exception as fault:
                 reason, unopened = (
@@ -386,7 +397,7 @@ class Launcher:
         self,
         method: str,
         *args: Any,
-        timeout_s: float = ASK_S,
+        timeout_s: float | None = None,
         done: Callable[[], bool] = lambda: False,
     ) -> Any:
         """Call the coordinator and return its answer; after a loss, call its successor.
@@ -394,6 +405,7 @@ class Launcher:
         ``done`` is called after a loss. If it returns True, the request was executed before the
         loss, and the result is None. Raise ``DataStall`` after ``timeout_s`` seconds.
         """
+        timeout_s = self._ask_s if timeout_s is None else timeout_s
         deadline, lost = self._platform.now() + timeout_s, False
         while True:
             coordinator = self._wait_for_coordinator(deadline, timeout_s)
@@ -533,7 +545,7 @@ class Launcher:
 
     def _notify(self, event: SessionEvent) -> None:
         """Pass an event on to the session, in order."""
-        self._notices.do(lambda: self._on_event(event))
+        self._notices.do(lambda: self.on_event(event))
 
     # the end
 

@@ -35,7 +35,6 @@ from overlord.messages.control import (
     TakeOverLoader,
 )
 from overlord.messages.data import Announce, Evaluate, LoaderWork, Read, StepPayload
-from overlord.process.resources import pss_bytes
 from overlord.sample import Content, Ragged, Scattered
 from overlord.setup.prepared_job import ReaderSpec, open_loader
 from overlord.sources.chunk_reader import OpenChunkCache
@@ -309,7 +308,7 @@ class LoaderWorker(Worker):
 
         Runs on: RPC thread, since the kernel counts pages for this, which takes time.
         """
-        return pss_bytes()
+        return self._platform.pss_bytes()
 
     def _after_turn(self) -> float | None:
         if self._awaited:
@@ -439,7 +438,7 @@ class LoaderWorker(Worker):
                 "memory": self._loading.held_bytes()
                 | {"sending": self._pool.nbytes},  # of shared memory, in use and free
                 "files": self._handles.metrics(),
-                "pss": pss_bytes(),
+                "pss": self._platform.pss_bytes(),
                 "links": len(self._links),
                 "sent_bytes": self._sent_bytes,
             },

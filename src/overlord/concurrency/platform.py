@@ -1,4 +1,4 @@
-"""The platform of a worker: clock, threads, shared memory and connections.
+"""The platform of a process: clock, threads, queues, memory and connections.
 
 Workers use these only through a platform. So the same workers run in a simulated cluster, where
 machines become slow, unreachable or lost as a seed determines.
@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from overlord.concurrency.event_loop import EventLoop, Executor, ThreadExecutor
+from overlord.concurrency.event_loop import EventLoop, Executor, ThreadExecutor, ThreadQueue
 from overlord.process.exit import exit_now
-from overlord.process.resources import in_background, limit_arenas
+from overlord.process.resources import in_background, limit_arenas, pss_bytes
 from overlord.transport.address import HAS_SHARED_MEMORY, is_loopback, reachable
 from overlord.transport.connection import Connection
 from overlord.transport.server import OnClose, OnMessage, OnOpen, Server, open_connection
@@ -93,6 +93,18 @@ class Platform:
 
         self.thread(beat, name)
         return stopped.set
+
+    def queue(self, n: int, name: str) -> ThreadQueue:
+        """Return a new queue of calls with ``n`` threads."""
+        return ThreadQueue(n, name)
+
+    def condition(self) -> threading.Condition:
+        """Return a new condition variable with its lock."""
+        return threading.Condition()
+
+    def pss_bytes(self) -> int:
+        """Return the proportional set size of this process."""
+        return pss_bytes()
 
     def now(self) -> float:
         return time.monotonic()

@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 # A snapshot begins a new segment after this many bytes: the amount that pruning frees at a time.
 SEGMENT_BYTES = 2**22
 
+# creates the writer of a log, which calls the second argument after every append
+MakeWriter = Callable[[JournalLog, Callable[[], None] | None], AppendThread]
+
 
 class JobJournal(NullJournal):
     """The journal of a new job (``fresh``) or of a job that resumes (``resumed``).
@@ -56,6 +59,7 @@ class JobJournal(NullJournal):
         log: JournalLog | None,
         interval: Interval | None = None,
         launch: str = "",
+        make_writer: MakeWriter = AppendThread,
     ):
         """Initialize the journal; use ``fresh`` or ``resumed`` instead."""
         self.launch = launch or token_hex(8)
@@ -67,10 +71,7 @@ class JobJournal(NullJournal):
         )
         self._on_change: Callable[[], None] | None = None
         self._writer: AppendThread | None = None
-        # simulations replace this by a writer without threads
-        self.make_writer: Callable[[JournalLog, Callable[[], None] | None], AppendThread] = (
-            AppendThread
-        )
+        self._make_writer = make_writer
         # the state after the last plan that was queued for writing, with later reports
         self._last: StreamState | None = None
         self._next = 0  # the first step that was not queued for writing
@@ -109,19 +110,24 @@ class JobJournal(NullJournal):
 
     @staticmethod
     def resumed(
-        where: Where, name: str, allow: Sequence[str] = (), launch: str = ""
+        where: Where,
+        name: str,
+        allow: Sequence[str] = (),
+        launch: str = "",
+        make_writer: MakeWriter = AppendThread,
     ) -> tuple[JobJournal, Recovered]:
         """Open the journal of a job, which may be empty, and return it with its content.
 
         Older writers are fenced off. With ``launch`` the journal must be empty or of that launch,
         or ``JournalTaken`` is raised. So a launch that was fenced off cannot open it again.
+        ``make_writer`` creates the writer that appends.
         """
         storage = storage_of(where) if isinstance(where, (str, os.PathLike)) else where
         header = Header(job=name, launch=launch or token_hex(8))
         log, records = JournalLog.open(storage, header, allow=tuple(allow), goes_on=bool(launch))
         try:
             found = Recovered.of(entries(records))
-            journal = JobJournal(storage, name, log, launch=header.launch)
+            journal = JobJournal(storage, name, log, launch=header.launch, make_writer=make_writer)
             journal.continue_after(found, records)
         except BaseException:
             log.close()
@@ -295,7 +301,7 @@ class JobJournal(NullJournal):
         """
         if self._writer is None:
             self._log = self._log or JournalLog.create(self._storage, self._header)
-            self._writer = self.make_writer(self._log, self._on_change)
+            self._writer = self._make_writer(self._log, self._on_change)
         records = [Record.of(entry.kind, entry.number, entry.body) for entry in found]
         order = self._writer.put(records, rolls=rolls, before=before, anew=anew)
         self._pending = []

@@ -32,7 +32,7 @@ from overlord.journal.segments import (
     pruned,
     seed_of,
 )
-from overlord.journal.storage import JournalStorage, NameTaken, process_label, storage_of
+from overlord.journal.storage import JournalStorage, NameTaken, storage_of
 from overlord.version import __version__
 
 SEGMENT_BYTES = 2**24  # a segment is read whole, and pruning frees one segment at a time
@@ -85,7 +85,7 @@ class JournalLog:
         # bytes that do not count, as found when the journal was opened
         self.cuts: list[Truncation] = reading.cuts if reading else []
         self._storage, self._header, self._journal = storage, header, journal
-        self._claim, self._writer = token_hex(8), process_label()
+        self._claim, self._writer = token_hex(8), storage.writer
         self._after: After = reading.after if reading else NOTHING_BEFORE
         self._next = reading.next_ordinal if reading else 0
         self._opened = self._next

@@ -63,6 +63,10 @@ class JournalStorage(Protocol):
     shown: str  # the location without secrets, for errors
     whole: bool  # a segment is written once and cannot be appended to
 
+    @property
+    def writer(self) -> str:
+        """The process that writes here, for errors of others."""
+
     def hold(self) -> None:
         """Become the writer; raise a ``JournalError`` that names the current writer, if any."""
 
@@ -170,6 +174,10 @@ class DirectoryStorage:
         self._file = -1
         self._name = ""
 
+    @property
+    def writer(self) -> str:
+        return process_label()
+
     def hold(self) -> None:
         if self._lock >= 0:
             return
@@ -199,7 +207,7 @@ class DirectoryStorage:
             ) from None
         with suppress(OSError):  # only for errors; the first append detects a full disk
             os.ftruncate(fd, 0)
-            os.pwrite(fd, process_label().encode(), 0)
+            os.pwrite(fd, self.writer.encode(), 0)
         self._lock = fd
         _held.add(self)
         if others:
@@ -406,6 +414,10 @@ class ObjectStoreStorage:
         self._remote, self._base = RemoteStore.of(uri)
         self.shown = self._base
         self._files: dict[str, File] = {}
+
+    @property
+    def writer(self) -> str:
+        return process_label()
 
     def hold(self) -> None:
         """Do nothing: the first object of a writer fences off the writers before it."""

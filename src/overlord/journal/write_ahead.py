@@ -53,15 +53,27 @@ class _Order:
     anew: bool = False  # the records begin a new segment, and all segments before it are pruned
 
 
+def _at_once(call: Callable[[], None]) -> None:
+    call()
+
+
 class AppendThread:
     """The writer of one log.
 
-    ``on_change`` is called in the writer's thread whenever an append became durable or failed.
-    Without ``on_change`` no thread is started, and ``put`` writes.
+    ``on_change`` is called whenever an append became durable or failed, in the writer's thread.
+    Without ``on_change`` no thread is started, and ``put`` writes. ``later`` replaces the thread:
+    it runs a call once, at any later time, and never concurrently with another call of the writer.
     """
 
-    def __init__(self, log: JournalLog, on_change: Callable[[], None] | None = None):
+    def __init__(
+        self,
+        log: JournalLog,
+        on_change: Callable[[], None] | None = None,
+        later: Callable[[Callable[[], None]], None] | None = None,
+    ):
         self._log, self._on_change = log, on_change
+        # runs ``_turn``; None: the thread does
+        self._later = _at_once if on_change is None else later
         self._orders: deque[_Order] = deque()
         self._given = self.done = 0  # orders accepted, and orders that are durable
         self.failed: JournalError | None = None
@@ -91,16 +103,17 @@ class AppendThread:
             if self.failed is not None:
                 raise self.failed
             self._given += 1
-            if self._on_change is None:
-                self._write([order])
-                self._sweep([order])
+            self._orders.append(order)
+            if self._later is not None:
+                self._later(self._turn)
+                if self.failed is not None:
+                    raise self.failed
                 return self._given
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="overlord-journal", daemon=True
                 )
                 self._thread.start()
-            self._orders.append(order)
             self._changed.notify_all()
             return self._given
 
@@ -110,6 +123,8 @@ class AppendThread:
         Raise ``JournalError`` if that takes longer than ``timeout_s``.
         """
         with self._changed:
+            while self._later is not None and self.done < number and self.failed is None:
+                self._turn()
             self._changed.wait_for(
                 lambda: self.done >= number or self.failed is not None, timeout_s
             )
@@ -137,15 +152,22 @@ class AppendThread:
                 self._changed.wait_for(lambda: self._orders or self._closed)
                 if not self._orders:
                     return
-                orders = [self._orders.popleft()]
-                while self._orders and not self._orders[0].rolls and orders[-1].before is None:
-                    orders.append(self._orders.popleft())
-            try:
-                self._write(orders)
-            except JournalError:
+            self._turn()
+            if self.failed is not None:
                 return
-            finally:
-                self._notify()
+
+    def _turn(self) -> None:
+        """Write the oldest orders, as many as one append may take, unless an append failed."""
+        with self._changed:
+            if not self._orders or self.failed is not None:
+                return
+            orders = [self._orders.popleft()]
+            while self._orders and not self._orders[0].rolls and orders[-1].before is None:
+                orders.append(self._orders.popleft())
+        with contextlib.suppress(JournalError):  # ``failed`` has it, for all callers
+            self._write(orders)
+        self._notify()
+        if self.failed is None:
             self._sweep(orders)
 
     def _notify(self) -> None:
@@ -233,6 +255,8 @@ class AppendThread:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        while self._later is not None and self._orders and self.failed is None:
+            self._turn()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
             if self._sweeping is not None:

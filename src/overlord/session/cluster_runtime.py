@@ -21,7 +21,6 @@ from overlord.cluster.launched_workers import START_S
 from overlord.cluster.launcher import COORDINATOR_NAME, Launcher
 from overlord.cluster.status import recovery_rows
 from overlord.concurrency.event_loop import EventLoop
-from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.journal.write_ahead import UNWRITTEN, JournalStart
 from overlord.messages.control import EndOfJob, PlannedStep, Report, SourceLost, StreamState
@@ -152,18 +151,9 @@ class PlannedSummary:
 
 
 class ClusterRuntime:
-    """The ``Runtime`` of a job with a coordinator process."""
+    """The ``Runtime`` of a job with a coordinator process, which ``launcher`` starts."""
 
-    def __init__(
-        self,
-        prepared: PreparedJob,
-        state: StreamState | None,
-        loop: EventLoop,
-        generation: int = 0,
-        *,
-        control: ActorSystem,
-        machine: Platform,
-    ):
+    def __init__(self, launcher: Launcher, loop: EventLoop, generation: int = 0):
         self._loop, self._number = loop, generation
         self._queues: list[RemoteStepQueue] = []  # of clients in this process
         self.on_stage: list[Callable[[Any], None]] = []
@@ -171,10 +161,13 @@ class ClusterRuntime:
         self.on_late: list[Callable[[Any], None]] = []
         self._outbox = EventOutbox()
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
-        self._launcher = Launcher(prepared, generation, self._received, control, machine)
+        self._launcher = launcher
+        launcher.on_event = self._received
         self.planner, self.plans = CoordinatorClient(self._launcher), RemotePlans(self._launcher)
         self._bucket_of = {
-            rank: b for b, ranks in enumerate(prepared.job.place.buckets("DP")) for rank in ranks
+            rank: b
+            for b, ranks in enumerate(launcher.prepared.job.place.buckets("DP"))
+            for rank in ranks
         }
         self._addresses: dict[Any, str] = {}  # of constructor workers, by handle
         self._known: dict[str, str] = {}  # last known address of each constructor worker, by name
@@ -188,12 +181,16 @@ class ClusterRuntime:
         self._closed = False
         self.recoveries: list[WorkerRecovered] = []
         self.journal = UNWRITTEN  # of this process: the coordinator writes the journal
+
+    def begin(self, state: StreamState | None) -> ClusterRuntime:
+        """Start the coordinator and all workers at a state, and return this runtime."""
         try:
             self._launcher.begin(state)
             self._constructor_addresses()
         except BaseException:
             self.close()
             raise
+        return self
 
     @property
     def absent(self) -> str:

@@ -144,15 +144,15 @@ def _cluster_runtime(
 ) -> Runtime:
     # imported for runtimes with processes only
     from overlord.cluster.coordinator import Coordinator
+    from overlord.cluster.launcher import Launcher
     from overlord.session.cluster_runtime import ClusterRuntime
 
     options = prepared.options
     try:
         if prepared.job.journal is not None and options.failover:
             # with a journal the coordinator can be restarted, so it has its own process
-            return ClusterRuntime(
-                prepared, state, loop, generation, control=control, machine=machine
-            )
+            launcher = Launcher(prepared, generation, control, machine)
+            return ClusterRuntime(launcher, loop, generation).begin(state)
         return Coordinator(prepared, state, control, loop, generation, machine).start()
     except BaseException:
         control.shutdown(INTERRUPTED_S)

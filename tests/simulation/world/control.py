@@ -90,16 +90,27 @@ class Family:
         return member.actor if member is not None and member.process.alive else None
 
 
-class SimRecord(ActorRecord):
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
     """An actor as one control plane knows it."""
 
-    def __init__(self, name: str, member: Member, there: Wire, back: Wire):
-        super().__init__(name)
-        self.member, self.process = member, member.process
-        self.there, self.back = (
-            there,
-            back,
-        )  # one way for all calls of a caller: they arrive as they were made
+    handle: ActorHandle
+    member: Member
+    # one way for all calls of a caller: they arrive as they were made
+    there: Wire
+    back: Wire
+
+    @property
+    def name(self) -> str:
+        return self.handle.name
+
+    @property
+    def record(self) -> ActorRecord:
+        return self.handle.record
+
+    @property
+    def process(self) -> Process:
+        return self.member.process
 
 
 class SimControl:
@@ -109,7 +120,8 @@ class SimControl:
         self._world, self._net, self._owner = world, net, owner
         self._family = family or Family(owner)
         self._family.control = self
-        self._names: dict[str, SimRecord] = {}
+        self._names: dict[str, Known] = {}
+        self._known: dict[ActorHandle, Known] = {}
         self._closed = False
         self.births: Births = {}
         # whoever is killed while it is cut off or stopped lives on, as on another machine
@@ -139,30 +151,26 @@ class SimControl:
         member = self._family.members[name] = Member(process, self)
         machine = SimMachine(self._world, self._net, process)
         given = [replace(a, machine=machine) if isinstance(a, WorkerConfig) else a for a in args]
-        record = self._known(name, member)
+        known = self._meet(name, member)
         takes_s = self._world.delay(START_S)
         for role, prefix in PREFIX.items():
             if name.startswith(prefix) and (births := self.births.get(role)):
                 takes_s = births.popleft().befalls(process, takes_s)
-        self._world.at(takes_s, lambda: self._begin(record, factory, given), process)
-        assert record.handle is not None
-        return record.handle
+        self._world.at(takes_s, lambda: self._begin(known, factory, given), process)
+        return known.handle
 
     def adopt(self, name: str) -> ActorHandle:
         """An actor that was started for another caller: from now on it listens to this one."""
         member = self._family.members[name]
         member.master = self
-        record = self._known(name, member)
+        known = self._meet(name, member)
         if not member.process.alive:
-            self._world.at(0.0, lambda: self._over(record, KILLED), self._owner)
-        assert record.handle is not None
-        return record.handle
+            self._world.at(0.0, lambda: self._over(known, KILLED), self._owner)
+        return known.handle
 
     def meet(self, name: str, process: Process) -> ActorHandle:
         """A process that others start: calls wait until ``seat`` says who is in it."""
-        handle = self._known(name, Member(process, self)).handle
-        assert handle is not None
-        return handle
+        return self._meet(name, Member(process, self)).handle
 
     def seat(self, handle: ActorHandle, actor: Any) -> None:
         member = self._mine(handle).member
@@ -174,90 +182,86 @@ class SimControl:
         """Whoever waits for it is told that it is lost, whether or not it is."""
         self._over(self._mine(handle), reason)
 
-    def _known(self, name: str, member: Member) -> SimRecord:
+    def _meet(self, name: str, member: Member) -> Known:
         there, back = (
             self._net.wire(self._owner, member.process),
             self._net.wire(member.process, self._owner),
         )
-        record = SimRecord(name, member, there, back)
+        record = ActorRecord(name)
         record.handle = ActorHandle(name, None, record)
-        self._names[name] = record
-        member.process.on_end.append(lambda: self._ended(record))
-        return record
+        known = self._names[name] = self._known[record.handle] = Known(
+            record.handle, member, there, back
+        )
+        member.process.on_end.append(lambda: self._ended(known))
+        return known
 
-    def _begin(self, record: SimRecord, factory: Callable[..., Any], args: list[Any]) -> None:
+    def _begin(self, known: Known, factory: Callable[..., Any], args: list[Any]) -> None:
         try:
-            record.member.actor = factory(*args)
+            known.member.actor = factory(*args)
         except Exception as fault:
             words, raised = f"{type(fault).__name__}: {fault}", fault
             self._world.at(
                 self._world.delay(0.001),
-                lambda: self._over(record, words, fault=raised),
+                lambda: self._over(known, words, fault=raised),
                 self._owner,
             )
-            record.process.kill()
+            known.process.kill()
             return
-        while record.member.before:
-            record.member.before.popleft()()
+        while known.member.before:
+            known.member.before.popleft()()
 
-    def _ended(self, record: SimRecord) -> None:
+    def _ended(self, known: Known) -> None:
         if not self._closed:
-            self._world.at(
-                self._world.delay(0.005), lambda: self._over(record, KILLED), self._owner
-            )
+            self._world.at(self._world.delay(0.005), lambda: self._over(known, KILLED), self._owner)
 
     def _over(
-        self,
-        record: SimRecord,
-        reason: str,
-        fault: BaseException | None = None,
-        quiet: bool = False,
+        self, known: Known, reason: str, fault: BaseException | None = None, quiet: bool = False
     ) -> None:
-        if self._names.get(record.name) is record:
-            del self._names[record.name]
-        record.mark_ended(reason, fault=fault, quiet=quiet)
+        if self._names.get(known.name) is known:
+            del self._names[known.name]
+        known.record.mark_ended(reason, fault=fault, quiet=quiet)
 
     # calls
 
     def call(self, handle: ActorHandle, method: str, *args: Any) -> Future[Any]:
-        record = self._mine(handle)
-        number, answer = record.open_call(method)
+        known = self._mine(handle)
+        number, answer = known.record.open_call(method)
         if not answer.done():
-            self._send(record, number, method, args)
+            self._send(known, number, method, args)
         return answer
 
     def tell(self, handle: ActorHandle, method: str, *args: Any) -> None:
-        record = self._mine(handle)
-        if record.reason is None:
-            self._send(record, NO_REPLY, method, args)
+        known = self._mine(handle)
+        if known.record.reason is None:
+            self._send(known, NO_REPLY, method, args)
 
-    def _send(self, record: SimRecord, number: int, method: str, args: tuple[Any, ...]) -> None:
-        record.there.send(lambda: self._take(record, number, method, args))
+    def _send(self, known: Known, number: int, method: str, args: tuple[Any, ...]) -> None:
+        known.there.send(lambda: self._take(known, number, method, args))
 
-    def _take(self, record: SimRecord, number: int, method: str, args: tuple[Any, ...]) -> None:
-        member = record.member
+    def _take(self, known: Known, number: int, method: str, args: tuple[Any, ...]) -> None:
+        member = known.member
         if member.master is not self:
             return  # the caller was given up, and does not know
         if member.actor is None:
-            member.before.append(lambda: self._take(record, number, method, args))
+            member.before.append(lambda: self._take(known, number, method, args))
             return
         try:
             value = getattr(member.actor, method)(*args)
         except Exception as error:
-            self._answer(record, number, False, error)
+            self._answer(known, number, False, error)
             return
         if isinstance(value, Future):
             value.add_done_callback(
                 lambda f: self._answer(
-                    record, number, f.exception() is None, f.exception() or f.result()
+                    known, number, f.exception() is None, f.exception() or f.result()
                 )
             )
         else:
-            self._answer(record, number, True, value)
+            self._answer(known, number, True, value)
 
-    def _answer(self, record: SimRecord, number: int, ok: bool, value: Any) -> None:
-        if number != NO_REPLY and record.process.alive:
-            record.back.send(lambda: record.complete_call(number, ok, value))
+    def _answer(self, known: Known, number: int, ok: bool, value: Any) -> None:
+        if number != NO_REPLY and known.process.alive:
+            known.back.send(lambda: known.record.complete_call(number, ok, value))
 
     def get(self, future: Future[Any], timeout_s: float) -> Any:
         if not future.done() and self._world.fiber is not None:
@@ -279,39 +283,38 @@ class SimControl:
         return [f for f in futures if f.done()], [f for f in futures if not f.done()]
 
     def lookup(self, name: str) -> ActorHandle:
-        record = self._names.get(name)
-        if record is None or record.handle is None:
+        known = self._names.get(name)
+        if known is None:
             raise ActorLost(name, "there is no actor of this name")
-        return record.handle
+        return known.handle
 
     def kill(self, handle: ActorHandle) -> None:
         """The name is free at once. On another machine, cut off or stopped, who is killed does not
         notice.
         """
-        record = self._mine(handle)
-        process = record.process
+        known = self._mine(handle)
+        process = known.process
         if self._family.control is not self:
             return
         if self.outlive and process.alive and (process.stopped or process in self._net.cut):
-            self._world.at(0.0, lambda: self._over(record, KILLED), self._owner)
+            self._world.at(0.0, lambda: self._over(known, KILLED), self._owner)
         elif process.alive:
             process.kill()
-        if self._names.get(record.name) is record:
-            del self._names[record.name]
+        if self._names.get(known.name) is known:
+            del self._names[known.name]
 
     def kill_all(self, handles: Sequence[ActorHandle]) -> None:
         for handle in handles:
             self.kill(handle)
 
     def on_death(self, handle: ActorHandle, callback: OnDeath) -> None:
-        self._mine(handle).on_end(lambda reason: callback(handle, reason))
+        handle.record.on_end(lambda reason: callback(handle, reason))
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
         self._closed = True
-        for record in list(self._names.values()):
-            self._over(record, SHUT_DOWN, quiet=True)
-            self._world.at(0.0, record.process.kill, None)
+        for known in list(self._names.values()):
+            self._over(known, SHUT_DOWN, quiet=True)
+            self._world.at(0.0, known.process.kill, None)
 
-    def _mine(self, handle: ActorHandle) -> SimRecord:
-        assert isinstance(handle.record, SimRecord)
-        return handle.record
+    def _mine(self, handle: ActorHandle) -> Known:
+        return self._known[handle]

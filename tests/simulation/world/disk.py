@@ -4,7 +4,6 @@ was being written may not.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
@@ -12,63 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 
 from overlord.errors import JournalError
 from overlord.journal.log import JournalLog
-from overlord.journal.record import Record
 from overlord.journal.storage import NameTaken, refusal
-from overlord.journal.write_ahead import AppendThread, _Order
+from overlord.journal.write_ahead import AppendThread
 from tests.simulation.world.world import Killed, Process
 
 WRITE_S = 0.002  # median
 
 
-class SimWriter(AppendThread):
-    """Writes some time later, in the process that gave the order; who waits for it has it written
-    at once.
+def writer_of(process: Process) -> Callable[[JournalLog, Callable[[], None] | None], AppendThread]:
+    """Return how a process of the world makes the writer of its journal, without a thread.
+
+    It writes some time later; a caller that waits for an append has it written at once.
     """
 
-    def __init__(self, log: JournalLog, told: Callable[[], None] | None, process: Process):
-        super().__init__(log, told)
-        self._process = process
+    def later(turn: Callable[[], None]) -> None:
+        process.world.at(process.world.delay(WRITE_S), turn, process)
 
-    def put(
-        self,
-        records: Sequence[Record],
-        *,
-        rolls: bool = False,
-        before: int | None = None,
-        anew: bool = False,
-    ) -> int:
-        if self.failed is not None:
-            raise self.failed
-        self._given += 1
-        self._orders.append(_Order(records, rolls or anew, before, anew))
-        world = self._process.world
-        world.at(world.delay(WRITE_S), self._flush, self._process)
-        return self._given
-
-    def _flush(self) -> None:
-        """What the thread does in one turn."""
-        if not self._orders or self.failed is not None:
-            return
-        orders = [self._orders.popleft()]
-        while self._orders and not self._orders[0].rolls and orders[-1].before is None:
-            orders.append(self._orders.popleft())
-        with contextlib.suppress(JournalError):
-            self._write(orders)
-        self._notify()
-        if self.failed is None:
-            self._sweep(orders)
-
-    def wait(self, number: int, timeout_s: float = 0.0) -> None:
-        while self.done < number and self.failed is None:
-            self._flush()
-        if self.failed is not None and self.done < number:
-            raise self.failed
-
-    def close(self, timeout_s: float) -> bool:
-        while self._orders and self.failed is None:
-            self._flush()
-        self._orders.clear()
-        return True
+    return lambda log, on_change: AppendThread(log, on_change, later)
 
 
 class SimDisk:
@@ -91,6 +50,9 @@ class SimPlace:
     """The disk as one process has it; ``journal/storage.py`` says what each word means."""
 
     shown = "the simulated disk"
+    # Journals name their writer. Where a write is torn depends on how long it is, and that must not
+    # depend on the process that simulates.
+    writer = "process 12345 on vm"
 
     def __init__(self, disk: SimDisk, process: Process):
         self._disk, self._process = disk, process

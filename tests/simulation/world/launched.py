@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from overlord.cluster.constructor_worker import ConstructorWorker
 from overlord.cluster.coordinator import Coordinator
+from overlord.cluster.coordinator_actor import CoordinatorActor
 from overlord.cluster.coordinator_config import CoordinatorConfig
 from overlord.cluster.job_sources import PlannerJob
 from overlord.cluster.takeover import Takeover, first_coordinator
+from overlord.cluster.worker import EventQueue
 from overlord.cluster.worker_factory import (
     WorkerFactory,
     constructors_of,
@@ -33,10 +35,11 @@ from overlord.messages.data import checked_report
 from overlord.messages.launcher import ReportsRequested
 from overlord.planning.mixture import EventLog
 from overlord.rpc.actors import ActorHandle
+from overlord.rpc.peers import RpcServer
 from overlord.setup.prepared_job import PreparedJob
 from tests.internals import resume_by_journal
 from tests.simulation.world.control import START_S, Family, SimControl
-from tests.simulation.world.disk import SimDisk, SimWriter
+from tests.simulation.world.disk import SimDisk, writer_of
 from tests.simulation.world.layout import placement_of
 from tests.simulation.world.people import Elsewhere, Errand, Hand
 from tests.simulation.world.virtual import SimMachine
@@ -50,11 +53,22 @@ log = logging.getLogger("overlord")
 Word = Callable[[Coordinator], None]  # what the coordinator is told
 
 
-class Living(WorkerFactory):
-    """Starts workers for a coordinator, and finds those that live for its successor."""
+class Living:
+    """Starts workers for a coordinator, and finds those that live for its successor.
 
-    # what loader workers can open, for the coordinator that comes next
-    kits: dict[int, tuple[int, ...]]
+    ``kits``: what loader workers can open, for the coordinator that comes next.
+    """
+
+    placement = None  # nodes are not simulated
+
+    def __init__(
+        self, factory: WorkerFactory, control: SimControl, kits: dict[int, tuple[int, ...]]
+    ):
+        self._factory, self._control, self._kits = factory, control, kits
+        self.loader_placement, self.token = factory.loader_placement, factory.token
+
+    def constructor(self, c: int) -> ActorHandle:
+        return self._factory.constructor(c)
 
     def loader_worker(
         self,
@@ -64,15 +78,14 @@ class Living(WorkerFactory):
         constructors: Mapping[int, str],
         instead_of: int | None = None,
     ) -> ActorHandle:
-        self.kits.setdefault(h, tuple(sources))
-        return super().loader_worker(h, sources, openings, constructors, instead_of)
+        self._kits.setdefault(h, tuple(sources))
+        return self._factory.loader_worker(h, sources, openings, constructors, instead_of)
 
     def end(self, h: int, handle: ActorHandle) -> None:
-        self.kits.pop(h, None)
-        super().end(h, handle)
+        self._kits.pop(h, None)
+        self._factory.end(h, handle)
 
     def living(self, name: str) -> ActorHandle:
-        assert isinstance(self._control, SimControl)
         return self._control.adopt(name)
 
 
@@ -192,9 +205,13 @@ class Launched:
         if self._elsewhere is None:
             pump.start(self.cluster.broke)
         else:
-            pump.start(
-                self.cluster.broke, self._elsewhere.is_there(host, self.kit, pump, self._found)
+            events = EventQueue(self.machine.now)
+            actor = CoordinatorActor(
+                self.kit, events=events, event_loop=pump, rpc=cast(RpcServer, self.control)
             )
+            actor.serve(host, self._found)
+            self._elsewhere.is_there(actor)
+            pump.start(self.cluster.broke, events.answer)
         if not self.incarnation:
             pump.post(lambda: host.attach(dict.fromkeys(self.cluster.ranks)))
         if self.cluster.disk is None or not self.incarnation:
@@ -252,10 +269,12 @@ class Launched:
 
     def _open_journal(self, disk: SimDisk) -> tuple[JobJournal, Recovered]:
         journal, found = JobJournal.resumed(
-            disk.place(self.planner), self.blueprint.job.name, launch=self._launch
+            disk.place(self.planner),
+            self.blueprint.job.name,
+            launch=self._launch,
+            make_writer=writer_of(self.planner),
         )
-        planner, self._launch = self.planner, journal.launch
-        journal.make_writer = lambda log, told: SimWriter(log, told, planner)
+        self._launch = journal.launch
         journal.start(self.pump.post)
         return journal, found
 
@@ -264,10 +283,10 @@ class Launched:
     ) -> tuple[CoordinatorConfig, SimControl, EventLoop, Living]:
         blueprint = blueprint.with_loaders(self.hosting.loaders, read_ahead_of(self.hosting))
         settings = settings_of(blueprint, self.hosting, self.token, self.session)
-        starter = Living(
+        factory = WorkerFactory(
             self.control, lambda: blueprint, settings, self.hosting, self.constructor_of
         )
-        starter.kits = self.kits
+        starter = Living(factory, self.control, self.kits)
         self.kit = CoordinatorConfig(
             prepared=PlannerJob(blueprint),
             state=state,
@@ -281,6 +300,7 @@ class Launched:
             sources_of=tuple(self.kits.items()),
             attached=tuple(self.cluster.ranks) if self.incarnation else (),
             reports=tuple(self._accepted.values()),
+            machine=self.machine,
         )
         return self.kit, self.control, self.pump, starter
 

@@ -58,15 +58,12 @@ class _Chunks:
         return getattr(self._chunks, name)
 
 
+@dataclass(eq=False)  # slots would make another class, which super() does not know
 class RememberingReader(SourceReader):
     """Reads and evaluates as the real one does, and the same thing once."""
 
-    __slots__ = ("_key", "_memory")
-
-    def __init__(self, order: Any, chunks: Any, stages: Any, memory: Memory):
-        super().__init__(order, _Chunks(chunks, order.name, memory), stages)
-        self._memory: Memory = memory
-        self._key: tuple[Any, ...] = ()
+    _memory: Memory = field(default_factory=Memory)
+    _key: tuple[Any, ...] = ()
 
     def _open(self, command: Read, spent: np.ndarray) -> tuple[_Window, tuple[int, ...]]:
         key = self._key = (
@@ -206,7 +203,9 @@ def remembering() -> Iterator[None]:
     setattr(  # noqa: B010
         prepared_job,
         "SourceReader",
-        lambda order, chunks, stages: RememberingReader(order, chunks, stages, memory),
+        lambda order, chunks, stages: RememberingReader(
+            order, _Chunks(chunks, order.name, memory), stages, _memory=memory
+        ),
     )
     try:
         yield

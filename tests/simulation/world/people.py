@@ -15,18 +15,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.coordinator_actor import CoordinatorActor
-from overlord.cluster.coordinator_config import CoordinatorConfig
 from overlord.cluster.launcher import COORDINATOR_NAME, Launcher
-from overlord.cluster.worker import EventQueue
-from overlord.concurrency.event_loop import EventLoop, ThreadQueue
+from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import DataStall, JournalError
 from overlord.messages.control import SetMixture, Skip, StreamState
-from overlord.messages.launcher import SessionEvent
-from overlord.rpc.actors import ActorHandle
-from overlord.session.cluster_runtime import ClusterRuntime, CoordinatorClient
-from overlord.session.events import EventOutbox, EventTarget, UserEvents
+from overlord.session.cluster_runtime import ClusterRuntime
+from overlord.session.events import EventTarget, UserEvents
 from overlord.session.generation import Generation
 from tests.simulation.world.control import SimControl
 from tests.simulation.world.scenario import Saying
@@ -44,106 +39,36 @@ PATIENCE_S = (
 AGAIN_S = 0.3  # until what was given up is said again
 
 
-class _Now:
-    """Hands that do at once what they are given."""
+class Elsewhere:
+    """What a session needs of a planner that is elsewhere, as far as people say something to it.
 
-    def do(self, work: Callable[[], None]) -> None:
-        work()
+    The launcher, the runtime and the coordinator's interface are the real ones; they are given a
+    machine and a control plane of the virtual world. Only the start of a coordinator is simulated.
+    """
 
-
-class _Launcher(Launcher):
-    """Of the processes of a job only its planner: how it is asked, and heard."""
-
-    control: SimControl
-
-    def __init__(self, launched: Launched, told: Callable[[SessionEvent], None]):
-        world, net = launched.world, launched.cluster.net
-        self._launched, self._on_event = launched, told
-        self._platform, self.control = (
-            SimMachine(world, net, launched.process),
-            SimControl(world, net, launched.process),
+    def __init__(self, launched: Launched):
+        world, net, process = launched.world, launched.cluster.net, launched.process
+        self._control = SimControl(world, net, process)
+        self._launcher = Launcher(
+            launched.blueprint,
+            launched.session,
+            self._control,
+            SimMachine(world, net, process),
+            ask_s=PATIENCE_S[launched.cluster.scenario.seed % 2],
         )
-        self._patience_s = PATIENCE_S[launched.cluster.scenario.seed % 2]
-        self._waiting: list[Callable[[], None]] = []
-        self._closed, self.coordinator = False, None
-        self._requests = self._notices = cast(ThreadQueue, _Now())
-
-    def ask(
-        self,
-        method: str,
-        *args: Any,
-        timeout_s: float | None = None,
-        done: Callable[[], bool] = lambda: False,
-    ) -> Any:
-        return super().ask(method, *args, timeout_s=timeout_s or self._patience_s, done=done)
-
-    def _wait_for_coordinator(self, deadline: float, timeout_s: float) -> ActorHandle:
-        while self._launched.host is None or self.coordinator is None:
-            if (left := deadline - self._platform.now()) <= 0:
-                raise DataStall(COORDINATOR_NAME, timeout_s)
-            self._launched.world.wait(left, self._waiting.append)
-        return self.coordinator
-
-    def now(self) -> float:
-        return self._platform.now()
+        self.runtime = ClusterRuntime(self._launcher, cast(EventLoop, _Here()), launched.session)
 
     def starts(self, process: Process) -> None:
         """Another planner. The one before it is not heard any more, also where it lives on."""
-        if self.coordinator is not None:
-            self.control.give_up(self.coordinator, "another takes its place")
-        self.coordinator = self.control.meet(COORDINATOR_NAME, process)
-        self._listen(self.coordinator)
+        if self._launcher.coordinator is not None:
+            self._control.give_up(self._launcher.coordinator, "another takes its place")
+        self._launcher.follow(self._control.meet(COORDINATOR_NAME, process))
 
     def is_there(self, actor: CoordinatorActor) -> None:
-        assert self.coordinator is not None
-        self.control.seat(self.coordinator, actor)
-        waiting, self._waiting = self._waiting, []
-        for wake in waiting:
-            wake()
-
-
-class Elsewhere(ClusterRuntime):
-    """The engine of a session whose planner is elsewhere, as far as people say something to it."""
-
-    _launcher: _Launcher
-
-    def __init__(self, launched: Launched):
-        self._outbox, self.on_late, self._closed = EventOutbox(), [], False
-        self._launcher = _Launcher(launched, self._received)
-        self.planner = CoordinatorClient(self._launcher)
-
-    def starts(self, process: Process) -> None:
-        self._launcher.starts(process)
-
-    def is_there(
-        self, host: Coordinator, kit: CoordinatorConfig, pump: EventLoop, found: Sequence[Any]
-    ) -> Callable[[], float | None]:
-        """``found``: events in the journal. What is to be called behind every turn of the
-        coordinator's event loop.
-        """
-        actor = _Planner(host, kit, pump, found, self._launcher.now)
-        self._launcher.is_there(actor)
-        return actor.answer_events
-
-
-class _Planner(CoordinatorActor):
-    """The coordinator's process, as far as it receives events and reports acknowledged steps."""
-
-    def __init__(
-        self,
-        host: Coordinator,
-        kit: CoordinatorConfig,
-        pump: EventLoop,
-        found: Sequence[Any],
-        now: Callable[[], float],
-    ):
-        self._config, self._coordinator, self._event_loop = kit, host, pump
-        self._takeover, self._events = None, EventQueue(now)
-        self._applied, self._watched = list(found), False
-        self._send_recovered()
-
-    def answer_events(self) -> float | None:
-        return self._events.answer()
+        """The coordinator answers from now on."""
+        assert self._launcher.coordinator is not None
+        self._control.seat(self._launcher.coordinator, actor)
+        self._launcher.accept_calls()
 
 
 class _Beside:
@@ -184,7 +109,8 @@ class _Target:
         self._launched = launched
         self.loop = _Here() if elsewhere is not None else _Beside(launched.world, launched.pump)
         self.lock = threading.RLock()
-        runtime, prepared = cast(Any, elsewhere or launched.host), launched.blueprint
+        runtime = cast(Any, launched.host if elsewhere is None else elsewhere.runtime)
+        prepared = launched.blueprint
         start = cast(StreamState, None)  # clients of the simulation know their steps themselves
         self.generation = Generation(0, prepared, runtime, start, "", launched.log, {})
 

@@ -12,11 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from overlord.cluster import loader_worker
 from overlord.dryrun.virtual_run import simulate
-from overlord.journal import log
-from overlord.journal.storage import process_label
-from overlord.process.resources import pss_bytes
 from tests.simulation.world.checker import Checker, Facts
 from tests.simulation.world.cluster import Cluster
 from tests.simulation.world.history import History, Seen
@@ -130,18 +126,6 @@ def _without_dateutil() -> Iterator[None]:
 
 
 @contextmanager
-def _by_nobody() -> Iterator[None]:
-    """Journals name their writer, process and host. Where a write is torn depends on how long it
-    is, and that must not depend on them.
-    """
-    setattr(log, "process_label", lambda: "process 12345 on vm")  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(log, "process_label", process_label)  # noqa: B010
-
-
-@contextmanager
 def _without_collections() -> Iterator[None]:
     """What a run leaves behind is small, and is collected after it: not again and again in the
     middle of it.
@@ -155,18 +139,6 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def _of_one_weight() -> Iterator[None]:
-    """Workers tell what their process weighs. Here all are one, and the system would count its
-    pages each time: with torch in it, 8 ms.
-    """
-    setattr(loader_worker, "pss_bytes", lambda: 2**27)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(loader_worker, "pss_bytes", pss_bytes)  # noqa: B010
-
-
 def run_scenario(scenario: Scenario) -> Verdict:
     history, seconds, undisturbed = played(scenario)
     found = Checker(facts_of(scenario), undisturbed).check(history)
@@ -175,7 +147,7 @@ def run_scenario(scenario: Scenario) -> Verdict:
 
 def played(scenario: Scenario) -> tuple[History, float, dict[str, dict[tuple[int, int], Seen]]]:
     """The history of a scenario, its virtual seconds, and the undisturbed runs for its meshes."""
-    with _without_dateutil(), _without_collections(), _by_nobody(), _of_one_weight(), remembering():
+    with _without_dateutil(), _without_collections(), remembering():
         cluster = Cluster(scenario)
         history = cluster.run()
         return history, cluster.world.now, references(scenario, history)

@@ -5,6 +5,7 @@ clock.
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from overlord.concurrency.event_loop import Done, EventLoop, Executor
+from overlord.concurrency.event_loop import Done, EventLoop, Executor, ThreadQueue
 from overlord.concurrency.platform import Platform
 from overlord.transport.connection import Connection
 from overlord.transport.server import OnClose, OnMessage, OnOpen, Server
@@ -130,6 +131,41 @@ class SimExecutor:
         self._closed = True
 
 
+class SimQueue:
+    """Calls are made at once: whoever gives one waits for nobody else's."""
+
+    def do(self, work: Callable[[], None]) -> None:
+        work()
+
+    def close(self) -> None:
+        pass
+
+
+class SimCondition:
+    """Excludes nobody, since one event runs at a time; while a fiber waits, the world goes on."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._waiting: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def wait_for(self, holds: Callable[[], bool], timeout: float) -> bool:
+        deadline = self._world.now + timeout
+        while not holds() and (left := deadline - self._world.now) > 0:
+            self._world.wait(left, self._waiting.append)
+        return bool(holds())
+
+    def notify_all(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for wake in waiting:
+            wake()
+
+
 class SimRing:
     """No memory is shared: everything is handed over as it is."""
 
@@ -172,6 +208,16 @@ class SimMachine(Platform):
 
         self.world.at(seconds, beat, self.process)
         return going.clear
+
+    def queue(self, n: int, name: str) -> ThreadQueue:
+        return cast(ThreadQueue, SimQueue())
+
+    def condition(self) -> threading.Condition:
+        return cast(threading.Condition, SimCondition(self.world))
+
+    def pss_bytes(self) -> int:
+        """Return the same for all: the system would count pages of the process that simulates."""
+        return 2**27
 
     def now(self) -> float:
         return self.world.now
