@@ -66,7 +66,7 @@ from overlord.messages.data import Announce, DecodeFailures
 from overlord.planning.mixture import with_every_weight
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource, RecentPlans
-from overlord.process.forkserver import sendable
+from overlord.process.code import sendable
 from overlord.rpc.actors import ActorSystem
 from overlord.setup.partition import loader_placement_of, scales
 from overlord.setup.prepared_job import PreparedJob, schedule_of

@@ -14,7 +14,7 @@ from overlord.cluster.plan_router import ReportBarrier
 from overlord.concurrency.platform import Platform
 from overlord.messages.control import Report, StreamState
 from overlord.planning.schedule.by_stage import job_schedule
-from overlord.process.forkserver import sendable
+from overlord.process.code import sendable
 from overlord.scaling.loader_placement import LoaderPlacement
 from overlord.setup.prepared_job import PreparedJob
 

@@ -26,7 +26,7 @@ from overlord.messages.launcher import (
     StartConstructorWorker,
     StartLoaderWorker,
 )
-from overlord.process.forkserver import sendable
+from overlord.process.code import sendable
 from overlord.ray.node_choice import (
     Layout,
     Node,
