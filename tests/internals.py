@@ -75,6 +75,8 @@ DRILL_STRIKES = Seam("overlord.drill.run", "_strike")
 RAGGED_CHECK = Seam("overlord.transport.value_codec", "_ragged_problem")
 # registries of the process
 JOB_FILE_FUNCTIONS = Seam("overlord.jobfile.yaml_file", "_functions")
+COST_NAMES = Seam("overlord.planning.cost.models", "_REGISTERED")
+BALANCE_NAMES = Seam("overlord.planning.balance.methods", "_METHODS")
 SCHEDULE_NAMES = Seam("overlord.planning.schedule", "_registered")
 RAY_VERSIONS_WARNED = Seam("overlord.ray.versions", "_warned")
 
@@ -93,7 +95,7 @@ def generation_of(session: ov.Session) -> Generation:
 
 
 def runtime_of(session: ov.Session) -> Any:
-    """Return the runtime of a session: local, cluster, or a coordinator in this process."""
+    """Return the runtime of a session: local or cluster."""
     return session.internals.runtime
 
 
@@ -139,14 +141,14 @@ def resume_by_journal(*given: Any) -> Any:
 
 
 def launcher_of(where: Any) -> Launcher:
-    """Return the launcher of a session with its own coordinator process, or of its runtime."""
+    """Return the launcher of a session, or of its runtime."""
     runtime = where.internals.runtime if hasattr(where, "internals") else where
     return runtime._launcher
 
 
-def has_launcher(session: ov.Session) -> bool:
-    """Return whether the coordinator has its own process."""
-    return hasattr(session.internals.runtime, "_launcher")
+def constructor_addresses(runtime: Any) -> list[str]:
+    """Return the known addresses of the constructor workers of a cluster runtime."""
+    return list(runtime._known.values())
 
 
 def is_ready(launcher: Launcher) -> bool:
@@ -173,9 +175,14 @@ def forget_addresses(runtime: Any) -> None:
     runtime._outside.clear(), runtime._calls.clear()
 
 
-def worker_factory_of(session: ov.Session) -> Any:
-    """Return the object with which a coordinator in this process starts workers."""
-    return session.internals.runtime._starter
+def parts_of_coordinator(actor: Any) -> Any:
+    """Return coordinator and event loop of a coordinator actor; None while it starts."""
+    return (actor._coordinator, actor._event_loop) if hasattr(actor, "_coordinator") else None
+
+
+def worker_starter_of(coordinator: Any) -> Any:
+    """Return the object with which a coordinator starts workers."""
+    return coordinator.pool._starter
 
 
 def heartbeats_by(recovery: Any, now: Callable[[], float]) -> Callable[[], None]:
@@ -184,9 +191,9 @@ def heartbeats_by(recovery: Any, now: Callable[[], float]) -> Callable[[], None]
     return recovery._beat
 
 
-def starting_workers(pool: Any) -> list[Any]:
+def starting_workers(launcher: Launcher) -> list[Any]:
     """Return the handles of workers that the startup watchdog watches."""
-    return list(pool._watchdog._starting)
+    return list(launcher.workers.watchdog._starting)
 
 
 def unanswered_row(reporter: Any, loader: int) -> dict[str, Any]:

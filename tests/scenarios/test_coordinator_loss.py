@@ -83,13 +83,13 @@ def connected(session: ov.Session) -> list[ov.Client]:
 
 
 def dies_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
-    write = ClusterRuntime.write_beginning
+    write = ClusterRuntime.begin_journal
 
-    def dies(engine: ClusterRuntime, beginning: Any) -> None:
+    def dies(engine: ClusterRuntime, start: Any, prepared: Any) -> None:
         engine.kill("planner")
-        write(engine, beginning)
+        write(engine, start, prepared)
 
-    patch.setattr(ClusterRuntime, "write_beginning", dies)
+    patch.setattr(ClusterRuntime, "begin_journal", dies)
 
 
 def dies_while_it_starts(patch: pytest.MonkeyPatch) -> None:
@@ -128,16 +128,16 @@ def test_a_state_is_loaded_however_long_another_coordinator_takes_that_waits_for
     """Longer than the answer of a coordinator is waited for: the one that comes in its place gives
     up a worker that stands still first.
     """
-    write = ClusterRuntime.write_beginning
+    write = ClusterRuntime.begin_journal
 
-    def dies(engine: ClusterRuntime, beginning: Any) -> None:
+    def dies(engine: ClusterRuntime, start: Any, prepared: Any) -> None:
         pid = launcher_of(engine).workers.handles["loader-worker/0"].pid
         assert pid is not None
         halt(pid)
         engine.kill("planner")
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(Launcher.ask.__kwdefaults__, "timeout_s", 1.0)
-            write(engine, beginning)
+            write(engine, start, prepared)
 
     with launch(job(until=STEPS, journal=journal), **APART, lost_after_s=3.0) as session:
         clients = [session.client(rank) for rank in range(2)]
@@ -145,7 +145,7 @@ def test_a_state_is_loaded_however_long_another_coordinator_takes_that_waits_for
         saved = clients[0].state_dict()
         take(clients, 3, {0: [], 1: []})
         with monkeypatch.context() as patch:
-            patch.setattr(ClusterRuntime, "write_beginning", dies)
+            patch.setattr(ClusterRuntime, "begin_journal", dies)
             session.load_state_dict(saved)
         assert play(session).steps == alone.behind(1)
 

@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 
 import overlord as ov
-from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.supervisor import TICKS
 from overlord.cluster.worker_pool import WorkerPool
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost
 from overlord.planning.strategies import resolve
 from tests import images as pictures
+from tests.coordinators import coordinator_of, launch_here
 from tests.fatal_functions import Halting, Slow
 from tests.internals import (
     WORKER_RESTARTED,
     WORKER_RESTARTS,
     heartbeats_by,
-    loop_of,
+    launcher_of,
     running_job,
     runtime_of,
     starting_workers,
@@ -78,20 +78,14 @@ def calm() -> Played:
 
 
 def killing(*names: str) -> Callable[[ov.Session], None]:
-    """Kills these of a session's processes that run just then: in the event loop, so that none is
-    missed before all of them are gone.
-    """
+    """Kills these of a session's processes that run just then, all at once."""
 
     def act(session: ov.Session) -> None:
         pids = [pid for name, pid in workers_of(session).items() if name in names and runs(pid)]
-
-        def kill() -> None:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            assert not left_after(pids, WAIT_S)
-
-        loop_of(session).call(kill, "the event loop", 2 * WAIT_S)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert not left_after(pids, WAIT_S)
 
     return act
 
@@ -133,7 +127,7 @@ def test_all_are_killed_again_and_again(calm: Played) -> None:
 def test_before_anyone_has_asked_for_a_step(
     calm: Played, names: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with launch(job(until=STEPS), **APART) as session:
+    with launch_here(job(until=STEPS), **APART) as session:
         killing(*names)(session)
         assert play(session) == calm
     assert any(r.message.startswith("rolled back to the beginning: ") for r in caplog.records), (
@@ -181,7 +175,7 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
     """Three times as much as anyone may be silent, tick by tick, each when all have answered the
     one before, but for those with these pids: nobody else is missed because the machine is slow.
     """
-    runtime: Any = runtime_of(session)
+    runtime, loop = coordinator_of(session)
     clock = Later()
     beat = heartbeats_by(runtime.recovery, clock.now)
 
@@ -195,7 +189,7 @@ def time_passes(session: ov.Session, but: Sequence[int] = ()) -> None:
 
     for _ in range(3 * TICKS):
         clock.ahead_s += LOST_AFTER_S / TICKS
-        loop_of(session).call(beat, "the event loop")
+        loop.call(beat, "the event loop")
         until(answered)
 
 
@@ -211,7 +205,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced(calm: Played) -> None:
             halt(pid)
         time_passes(session, but=stopped)
 
-    with launch(job(until=STEPS), lost_after_s=LOST_AFTER_S, **APART) as session:
+    with launch_here(job(until=STEPS), lost_after_s=LOST_AFTER_S, **APART) as session:
         assert play(session, act={9: stop}) == calm
         told = {r["part"]: r["reason"] for r in session.metrics()["recoveries"]}
         assert set(told) == {"loader-worker/1", "constructor-worker/0"}
@@ -219,7 +213,7 @@ def test_a_worker_that_hangs_is_killed_and_replaced(calm: Played) -> None:
         assert not left_after(stopped, WAIT_S)
 
 
-@pytest.mark.parametrize("journaled", [False, True], ids=["a planner here", "a planner elsewhere"])
+@pytest.mark.parametrize("journaled", [False, True], ids=["without a journal", "with a journal"])
 def test_a_worker_that_is_stopped_while_it_is_started_is_given_up_and_started_again(
     tmp_path: Path, journaled: bool
 ) -> None:
@@ -266,13 +260,14 @@ def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
     made = job(sources=[slow, source("b", 90, 1000)], until=20)
 
     def strike(session: ov.Session) -> None:
-        runtime: Any = runtime_of(session)
+        runtime, _ = coordinator_of(session)
         flag.touch()
         killing("constructor-worker/0", "loader-worker/0")(session)
         until(
             lambda: (
                 "constructor-worker/0" in runtime.pool.restarted
-                and "loader-worker/0" in [handle.name for handle in starting_workers(runtime.pool)]
+                and "loader-worker/0"
+                in [handle.name for handle in starting_workers(launcher_of(session))]
             )
         )
         time_passes(session)
@@ -282,7 +277,7 @@ def test_who_is_back_first_is_not_missed_while_it_waits_for_one_that_takes_long(
         flag.unlink()
 
     calm = run(made, "local")
-    with launch(made, lost_after_s=LOST_AFTER_S, **APART) as session:
+    with launch_here(made, lost_after_s=LOST_AFTER_S, **APART) as session:
         assert play(session, act={6: strike}) == calm
         assert sorted(recovered(session)) == ["constructor-worker/0", "loader-worker/0"]
     assert "answered nothing" not in caplog.text
@@ -405,7 +400,7 @@ def test_a_worker_that_keeps_dying_ends_the_job_with_what_it_died_of(
             epochs=None,
         )
     ]
-    with launch(job(sources=[*sources, source("a", 60, 1000)]), max_restarts=2) as session:
+    with launch_here(job(sources=[*sources, source("a", 60, 1000)]), max_restarts=2) as session:
         got = play(session)
         for words in (
             f"ActorLost('loader-worker/0', '{EXITED}; it reads m",
@@ -565,12 +560,11 @@ def test_one_with_standbys_that_is_back_before_one_without_waits_for_it(
     calm: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its loaders are still counted as its own: it is told nothing before all roll back."""
-    with launch(
+    with launch_here(
         job(until=STEPS), shadows="heavy", build_ahead=4, stall_limit_s=WAIT_S, **APART
     ) as session:
         until(lambda: session.metrics()["shadows"])
-        runtime = runtime_of(session)
-        assert isinstance(runtime, Coordinator)
+        runtime, _ = coordinator_of(session)
         followers = {
             h: {runtime.standby.worker_of[k] for k in runtime.placement.loaders_on(h)}
             for h in range(3)
@@ -609,10 +603,9 @@ def test_a_source_that_moves_to_where_it_is_followed_while_a_worker_is_away(
     calm: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others get standbys by that, too, and those are told."""
-    with launch(job(until=STEPS), shadows="all", stall_limit_s=WAIT_S, **APART) as session:
+    with launch_here(job(until=STEPS), shadows="all", stall_limit_s=WAIT_S, **APART) as session:
         until(lambda: len(session.metrics()["shadows"]) == 3)
-        runtime = runtime_of(session)
-        assert isinstance(runtime, Coordinator)
+        runtime, _ = coordinator_of(session)
         homes, where = runtime.placement.worker_of.tolist(), dict(runtime.standby.worker_of)
         away, moved = next(
             (h, loader)

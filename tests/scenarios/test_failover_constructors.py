@@ -21,6 +21,7 @@ import pytest
 import overlord as ov
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.serving.session_server import ServedAddress
+from tests.coordinators import coordinator_of, launch_here
 from tests.images import job as job_with_images
 from tests.internals import (
     QUEUE_ASKS_AGAIN,
@@ -28,7 +29,7 @@ from tests.internals import (
     forget_control,
     runtime_of,
     set_stall,
-    worker_factory_of,
+    worker_starter_of,
 )
 from tests.processes import (
     KILLED,
@@ -59,7 +60,7 @@ def calm() -> Played:
 
 @pytest.fixture
 def session() -> Iterator[ov.Session]:
-    with launch(
+    with launch_here(
         job(until=STEPS), constructor_hosts=2, sources_per_host=2, hosts=2, build_ahead=4
     ) as made:
         yield made
@@ -116,7 +117,7 @@ class Gate:
     """Holds back whoever starts a constructor worker."""
 
     def __init__(self, session: ov.Session, monkeypatch: pytest.MonkeyPatch):
-        starter: Any = worker_factory_of(session)
+        starter: Any = worker_starter_of(coordinator_of(session)[0])
         self._start, self._open = starter.constructor, threading.Event()
         monkeypatch.setattr(starter, "constructor", self._wait)
 
@@ -142,7 +143,7 @@ def test_while_it_is_replaced_a_trainer_has_its_prefetched_steps_and_then_a_name
     until(lambda: min(len(client.queue) for client in clients) == 4)
     gate = Gate(session, monkeypatch)
     kill(session, "constructor-worker/0")
-    until(lambda: runtime_of(session).pool.constructors[0].lost)  # type: ignore[attr-defined]
+    until(lambda: coordinator_of(session)[0].pool.constructors[0].lost)
     for client in clients:
         got[client.rank] += [written(next(client)) for _ in range(4)]
     waits = threading.Thread(target=lambda: got[0].extend([written(next(clients[0]))]))
@@ -166,7 +167,7 @@ def test_who_connects_while_it_is_replaced_is_served_when_it_is_there(
 ) -> None:
     served, gate = session.serve(), Gate(session, monkeypatch)
     kill(session, "constructor-worker/0")
-    until(lambda: runtime_of(session).pool.constructors[0].lost)  # type: ignore[attr-defined]
+    until(lambda: coordinator_of(session)[0].pool.constructors[0].lost)
     clients = connected(served)
     set_stall(clients[0], limit_s=0.2)
     stalls_for(clients[0], "constructor-worker/0 to be started again")

@@ -53,12 +53,12 @@ def figures(job: ov.Job, runtime: str, **options: Any) -> dict[str, Any]:
         (
             WORKER_RUNTIME,
             {"hosts": 2, "sources_per_host": 1},
-            {"session", "loaders", "constructors"},
+            {"session", "planner", "loaders", "constructors"},
         ),
         (
             WORKER_RUNTIME,
             {"hosts": 2, "sources_per_host": 1, "shadows": "all"},
-            {"session", "loaders", "constructors"},
+            {"session", "planner", "loaders", "constructors"},
         ),
     ],
 )

@@ -575,7 +575,7 @@ NODES = """
     on_disk = rays.on_disk(os.path.abspath("gcs"))
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE, **on_disk))
     import overlord as ov
-    from tests.internals import runtime_of
+    from tests.internals import constructor_addresses, runtime_of
     from overlord.ray import cluster as ray_cluster
     from overlord.ray import head as ray_head
     from overlord.cli import detached_jobs as ray_jobs
@@ -618,7 +618,7 @@ NODES = """
         with launch(job(until=40), "ray", address=cluster.address, **apart) as session:
             print(where(session), flush=True)
             print(runtime_of(session).actor_system.asked(), flush=True)
-            print([a.split("/")[2].rpartition(":")[2] for a in runtime_of(session).pool.addresses.values()], flush=True)
+            print([a.split("/")[2].rpartition(":")[2] for a in constructor_addresses(runtime_of(session))], flush=True)
             took = []
 
             def remove(session):
@@ -758,6 +758,7 @@ def test_workers_go_where_the_ranks_are_a_node_may_go_a_job_may_live_alone_and_t
             "half of four cores each, one for a constructor"
         )
         asked = eval(there.line())
+        assert asked.pop("planner")["cores"] == 0.0
         assert set(asked) == set(before)
         assert {a["cores"] for a in asked.values()} == {1.0}, "there is room for all"
         assert min(a["memory"] for a in asked.values()) >= 2**27

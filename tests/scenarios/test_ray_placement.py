@@ -18,7 +18,7 @@ PLACES = """
 
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
-    from tests.internals import runtime_of
+    from tests.internals import launcher_of, runtime_of
     from overlord.ray import cluster as ray_cluster
     from overlord.ray import launcher as ray_control
     from tests.processes import launch, play, run, until
@@ -90,7 +90,7 @@ PLACES = """
             made, "ray", address=cluster.address, hosts=2, sources_per_host=2, **asked
         ) as session:
             print(where(session), flush=True)
-            print(runtime_of(session).placement.constructor_of.tolist(), flush=True)
+            print(launcher_of(session).workers.constructor_of.tolist(), flush=True)
             print(runtime_of(session).actor_system.asked(), flush=True)
             idle = {n.name: dict(n.idle_resources) for n in ray_cluster.CLUSTER.nodes()}["data-0"]
             print(idle, flush=True)
@@ -142,6 +142,7 @@ def test_workers_go_to_their_ranks_labels_and_resources_and_do_not_wait_for_what
             "two groups of a node have one constructor host, on it"
         )
         asked = eval(there.line())
+        assert asked.pop("planner")["cores"] == 0.0
         assert {a["cores"] for a in asked.values()} == {1.0}
         assert [asked[f"loader-worker/{h}"]["scratch"] for h in range(2)] == [1.0, 1.0]
         assert eval(there.line()) == {"scratch": 2.0}, "of four, one for each loader host"
@@ -164,14 +165,14 @@ STAND_BYS = """
 
     os.environ.update(rays.of_a_cluster(**rays.ATTENTIVE))
     import overlord as ov
-    from tests.internals import runtime_of
     from overlord.ray import cluster as ray_cluster
-    from tests.processes import launch, play, run, until
+    from tests.coordinators import coordinator_of, launch_here
+    from tests.processes import play, run, until
     from tests.scenarios.test_process import job
 
 
     def apart(session):
-        host, names = runtime_of(session), {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
+        (host, _), names = coordinator_of(session), {n.id: n.name for n in ray_cluster.CLUSTER.nodes()}
         at = {h: names[remote.node] for h, remote in host.pool.loaders.items()}
         return [(at[home], at[host.standby.worker_of[loader]]) for loader, home in enumerate(host.placement.worker_of.tolist())]
 
@@ -189,9 +190,9 @@ STAND_BYS = """
         made = job(until=40)
         calm = run(made, "local")
         asked = {"rank_nodes": ["ranks", "ranks"], "node_labels": {"pool": "data"}}
-        with launch(
+        with launch_here(
             made,
-            "ray",
+            runtime="ray",
             address=cluster.address,
             hosts=4,
             sources_per_host=1,

@@ -18,8 +18,9 @@ import pytest
 import overlord as ov
 from overlord.cluster import rebalance
 from overlord.observe.tables import scaling_facts
+from tests.coordinators import launch_here
 from tests.corpus import write_rows
-from tests.internals import has_launcher, launcher_of, loop_of, runtime_of
+from tests.internals import launcher_of
 from tests.processes import (
     WAIT_S,
     WORKER_RUNTIME,
@@ -98,7 +99,7 @@ def kill_scaled(session: ov.Session) -> None:
     until(struck)
 
 
-@pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
+@pytest.mark.parametrize("journal", [False, True], ids=["without a journal", "with a journal"])
 def test_workers_are_added_and_taken_away_and_the_stream_is_the_same(
     alone: Played, journal: bool, tmp_path: Path
 ) -> None:
@@ -132,13 +133,13 @@ def test_workers_that_answer_late_take_over_and_the_log_names_them(
         assert session.scale("heavy", 2)
         until(lambda: loaders_apart(session) == 2)
 
-    with launch(job(), **ONE) as session, caplog.at_level("WARNING", "overlord"):
+    with launch_here(job(), **ONE) as session, caplog.at_level("WARNING", "overlord"):
         assert play(session, act={8: grow}) == alone
     words = f"loaders of heavy moved before {FIRST_SCALED} caught up: no answer within 0 s"
     assert words in caplog.text
 
 
-@pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
+@pytest.mark.parametrize("journal", [False, True], ids=["without a journal", "with a journal"])
 def test_a_new_worker_that_is_killed_while_it_takes_over_changes_nothing(
     alone: Played, journal: bool, tmp_path: Path
 ) -> None:
@@ -184,13 +185,10 @@ def readers(session: ov.Session) -> set[str]:
 
 def relocate(session: ov.Session, *hosts: int) -> bool:
     """As a review of the nodes does, when one with room joins."""
-    engine: Any = runtime_of(session)
-    if has_launcher(session):
-        return bool(launcher_of(session).ask("relocate", list(hosts)))
-    return bool(loop_of(session).call(lambda: engine.rebalancer.relocate(hosts), "the planner"))
+    return bool(launcher_of(session).ask("relocate", list(hosts)))
 
 
-@pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
+@pytest.mark.parametrize("journal", [False, True], ids=["without a journal", "with a journal"])
 def test_a_worker_is_replaced_by_another_with_all_its_sources_and_the_stream_is_the_same(
     alone: Played, journal: bool, tmp_path: Path
 ) -> None:
@@ -220,7 +218,7 @@ def test_a_worker_is_replaced_by_another_with_all_its_sources_and_the_stream_is_
     }
 
 
-@pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
+@pytest.mark.parametrize("journal", [False, True], ids=["without a journal", "with a journal"])
 @pytest.mark.parametrize("dies", ["the old one", "the new one"])
 def test_a_worker_that_is_killed_while_it_is_replaced_changes_nothing(
     alone: Played, journal: bool, dies: str, tmp_path: Path
@@ -283,7 +281,7 @@ def test_a_source_that_has_one_loader_cannot_be_spread() -> None:
             session.scale("hevy", 2)
 
 
-@pytest.mark.parametrize("journal", [False, True], ids=["planner at home", "planner apart"])
+@pytest.mark.parametrize("journal", [False, True], ids=["without a journal", "with a journal"])
 def test_a_source_that_joined_is_scaled_as_the_others_are(journal: bool, tmp_path: Path) -> None:
     rows = Rows([{"n": k, "tokens": [5000 + k] * (1 + k % 7)} for k in range(200)])
     late = ov.Source(

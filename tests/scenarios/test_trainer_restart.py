@@ -218,7 +218,6 @@ def test_who_comes_again_while_its_constructor_worker_stands_still_goes_on_when_
     """It was told to begin at a step that is kept no longer, and ended by that, though nothing was
     lost.
     """
-    monkeypatch.setattr("overlord.cluster.status.TAKEN_S", 0.2)
     monkeypatch.setattr("overlord.session.cluster_runtime.TAKEN_S", 0.2)
     wanted = [as_json(whole_run(job(n=60), rank)) for rank in range(2)]
     with launch(

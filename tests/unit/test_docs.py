@@ -409,18 +409,14 @@ def _parameters(method: Any) -> list[inspect.Parameter]:
     return [p for p in inspect.signature(method).parameters.values() if p.name != "self"]
 
 
-def test_the_page_on_laptops_says_when_a_program_needs_a_guard(desk: Path):
-    """Its block without the guard runs; with a function of its own in the job, it is the error that
-    the page has in its table.
-    """
-    [block] = [b for b in blocks(ROOT / "docs/deploy/laptop.md", "python") if "__main__" in b]
+def test_the_page_on_laptops_needs_no_guard(desk: Path):
+    """Its block runs as it is, also with a function of its own in the job."""
+    [block] = [b for b in blocks(ROOT / "docs/deploy/laptop.md", "python") if '"process"' in b]
     job = (
         f"name: x\nsources: {{web: {{uri: {desk}/corpus/web, epochs: 1, transforms: "
         f"[{{tokenize: {{tokenizer: tokenizer.json}}}}]}}}}\n"
     )
     (desk / "job.yaml").write_text(job + "batch: {samples: 50, context: 64}\n")
-    bare = re.sub(r"^if __name__.*$", "if True:", block, flags=re.MULTILINE)
-    own = bare.replace('ov.Job.from_yaml("job.yaml")', "job") + "\n"
     keep = (
         "from dataclasses import replace\nimport overlord as ov\ndef keep(row):\n    "
         "return True\njob = ov.Job.from_yaml('job.yaml')\n"
@@ -428,18 +424,14 @@ def test_the_page_on_laptops_says_when_a_program_needs_a_guard(desk: Path):
         "*job.sources[0].transforms])\n"
         "job = replace(job, sources=[source])\n"
     )
-    for text, code, words in (
-        (bare, 0, "loader-worker/0"),
-        (keep + own, 1, "loader-worker/0 is lost: its process ended before it could start"),
-    ):
+    for text in (block, keep + block.replace('ov.Job.from_yaml("job.yaml")', "job")):
         (desk / "program.py").write_text(text)
         command = [sys.executable, str(desk / "program.py")]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=120, check=False, env=_env(desk)
         )
-        assert done.returncode == code, done.stderr
-        assert words in done.stdout + done.stderr
-    assert f"`{words}`" in text_of(ROOT / "docs/deploy/laptop.md")
+        assert done.returncode == 0, done.stderr
+        assert "loader-worker/0" in done.stdout
 
 
 def test_pages_on_images_agree_that_they_are_decoded_and_routed():

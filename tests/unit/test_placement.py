@@ -13,7 +13,6 @@ import pytest
 
 import overlord as ov
 from overlord.cluster import worker_factory
-from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.worker_factory import NodePlacement, WorkerFactory, settings_of, watch
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, JobError
@@ -114,16 +113,21 @@ def test_a_planner_is_placed_where_no_ranks_are_and_nothing_is_asked_where_there
     None
 ):
     control: Any = Nodes(TRAINER, Node(id="c", name="cpu-0", idle_cores=4))
-    assert NodePlacement(control, lambda: LAYOUT).coordinator() == {"node": "c"}
-    assert NodePlacement(control, Layout).coordinator() == {}, "where nobody named nodes of ranks"
+    made = NodePlacement(control, lambda: LAYOUT)
+    assert made.coordinator(restarts=True) == {"node": "c"}
+    control.node_here = lambda: "mine"
+    assert made.coordinator(restarts=False) == {"node": "mine"}, "no further node to be lost"
+    unnamed = NodePlacement(control, Layout)
+    assert unnamed.coordinator(restarts=True) == {}, "where nobody named nodes of ranks"
     alone: Any = object()
     made = NodePlacement(alone, lambda: LAYOUT)
     assert (
         made.place("loader-worker/0", 1),
-        made.coordinator(),
+        made.coordinator(restarts=True),
+        made.coordinator(restarts=False),
         made.metrics(),
         made.review(),
-    ) == ({}, {}, {}, [])
+    ) == ({}, {}, {}, {}, [])
     assert watch(made, Platform(), alone, lambda hosts, accept: None)() is None, "nor reviewed"
 
 
@@ -232,13 +236,8 @@ def test_a_worker_that_could_not_be_started_leaves_no_place_behind(tmp_path: Pat
         )
 
 
-@pytest.mark.parametrize(
-    ("engine", "journal"),
-    [(Coordinator, None), (ClusterRuntime, "journal")],
-    ids=["planner here", "planner apart"],
-)
 def test_a_worker_whose_source_could_not_join_leaves_no_place_behind(
-    tmp_path: Path, engine: Any, journal: str | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*_: Any) -> None:
         raise JobError(["the planner refuses it"], "add_source")
@@ -252,20 +251,18 @@ def test_a_worker_whose_source_could_not_join_leaves_no_place_behind(
         )
         for name in "ab"
     )
-    where = None if journal is None else str(tmp_path / journal)
     job = ov.Job(
         name="late",
         sources=[first],
         batch=ov.Batch(samples=2, context=8),
         place=ov.ClientPlaceTree(dp=1),
-        journal=where,
     )
     monkeypatch.setattr(NodePlacement, "forget", lambda self, name: forgotten.append(name))
     with ov.launch(
         job, runtime="process", hosts=1, constructor_hosts=1, stall_limit_s=WAIT_S
     ) as session:
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "add_source", refuses)
+            patch.setattr(ClusterRuntime, "add_source", refuses)
             with pytest.raises(JobError, match="the planner refuses it"):
                 session.add_source(late, loaders=1)
         assert forgotten == ["loader-worker/1"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from overlord.cluster import worker_pool
+from overlord.cluster import startup_watchdog
+from overlord.cluster.startup_watchdog import StartupWatchdog
 from overlord.cluster.supervisor import TICKS
-from overlord.cluster.worker_pool import StartupWatchdog
 from overlord.rpc.actors import ActorHandle, ActorRecord
 
 NAME = "loader-worker/3"
@@ -24,7 +24,7 @@ class Control:
 
 @pytest.fixture
 def watchdog(monkeypatch: pytest.MonkeyPatch) -> StartupWatchdog:
-    monkeypatch.setattr(worker_pool, "is_stopped", lambda pid: pid == 7)
+    monkeypatch.setattr(startup_watchdog, "is_stopped", lambda pid: pid == 7)
     return StartupWatchdog(Control(), 2.0)  # type: ignore[arg-type]
 
 

@@ -22,6 +22,7 @@ from overlord.concurrency.platform import INTERFACE
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job.job import Job
 from overlord.observe.rates import RateWindow
+from overlord.process.code import pack_code, unpack_code
 from overlord.ray import cluster
 from overlord.ray.auth import MODE, is_open_by_choice
 from overlord.serving.session_server import ServedAddress
@@ -84,7 +85,7 @@ class JobActor:
         """Launch and serve the job; return the address for trainers and their token.
 
         The submitting process may exit before this returns, so the outcome is stored here.
-        ``path``: additions to ``sys.path``. ``code``: the pickled job and launch options.
+        ``path``: additions to ``sys.path``. ``code``: the packed job and launch options.
         ``unauthenticated``: the submitting process disabled Ray's token authentication explicitly.
         Otherwise it has checked that the cluster requires a token.
         """
@@ -111,7 +112,7 @@ class JobActor:
         sys.path.extend(p for p in path if p not in sys.path)
         import overlord as ov
 
-        job, options = cluster.unpickle(code)
+        job, options = unpack_code(code)
         # The submitting process may name the head by a name that this node cannot resolve.
         here = {"address": cluster.head_now()}
         self._session = session = ov.launch(job, runtime="ray", **options | here)
@@ -170,12 +171,10 @@ class JobActor:
         metrics = session.metrics()
         runtime: Any = session.internals.runtime
         asked = runtime.actor_system.asked()
-        # A planner without a process of its own runs on this node; a lost worker has no node.
-        here = {"planner": cluster.node_here()}
         workers = tuple(
             {
                 "name": a["name"],
-                "node": a.get("node") or here.get(a["role"], ""),
+                "node": a.get("node") or "",  # a lost worker has none
                 "pid": a["pid"],
                 "state": a["state"],
             }
@@ -233,7 +232,7 @@ def submit(
         )
     with cluster.cluster(_checked(address, "submit")):
         _remove_finished(job.name)
-        code = cluster.pickled(job.name, (job, options))
+        code = pack_code((job, options), f"job {job.name!r}")
         actor = cluster.create_detached(JobActor, job.name)
         try:
             given = (

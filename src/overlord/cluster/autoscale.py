@@ -425,7 +425,7 @@ class Autoscaler:
     def free_s(self, source: int) -> float:
         """Return the CPU seconds per sample in code that is known to release the interpreter lock.
 
-        A coordinator in its own process does not have the code of added sources. It assumes that
+        A coordinator does not have the code of added sources. It assumes that
         this code holds the lock, and returns 0.
         """
         n = len(self._current.planner.spec.names)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from overlord.client.remote_queue import LaunchedStepQueue
 from overlord.cluster.autoscale import Autoscaler, scaler_of
 from overlord.cluster.coordinator_config import Incarnation
 from overlord.cluster.current_job import (
@@ -30,19 +28,12 @@ from overlord.cluster.placement import AttachedRanks, Placement
 from overlord.cluster.plan_router import PlanHistory
 from overlord.cluster.rebalance import FIRST_SCALED, NUMBERS_PER_COORDINATOR, Rebalancer
 from overlord.cluster.recovery import RecoveryActions, RecoveryManager
-from overlord.cluster.status import ClientEndpoints, StatusReporter
-from overlord.cluster.worker_factory import (
-    WorkerFactory,
-    WorkerStarter,
-    constructors_of,
-    read_ahead_of,
-    settings_of,
-    watch,
-)
+from overlord.cluster.status import StatusReporter
+from overlord.cluster.worker_factory import WorkerStarter, constructors_of, read_ahead_of
 from overlord.cluster.worker_pool import ProcessContext, WorkerCallbacks, WorkerHandle, WorkerPool
 from overlord.concurrency.event_loop import CommandLoop, EventLoop
 from overlord.concurrency.platform import Platform
-from overlord.errors import ActorLost, OverlordError, PlanError
+from overlord.errors import ActorLost, PlanError
 from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
 from overlord.messages.control import (
     Attach,
@@ -66,9 +57,8 @@ from overlord.messages.data import Announce, DecodeFailures
 from overlord.planning.mixture import with_every_weight
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource, RecentPlans
-from overlord.process.forkserver import sendable
 from overlord.rpc.actors import ActorSystem
-from overlord.setup.partition import loader_placement_of, scales
+from overlord.setup.partition import scales
 from overlord.setup.prepared_job import PreparedJob, schedule_of
 from overlord.transport.codec import encode_state
 
@@ -81,8 +71,8 @@ GENERATIONS_PER_COORDINATOR = 2**40
 class Coordinator:
     """The coordinator of a job: it plans steps, routes them to workers, and recovers lost workers.
 
-    ``starter`` starts the workers; without one this process starts them. ``incarnation``
-    distinguishes a coordinator in its own process from those before it. Runs on: event loop.
+    ``starter`` starts the workers. ``incarnation`` distinguishes this coordinator from those before
+    it. Runs on: event loop.
     """
 
     def __init__(
@@ -91,24 +81,22 @@ class Coordinator:
         state: StreamState | None,
         control: ActorSystem,
         event_loop: EventLoop,
-        session: int = 0,
-        platform: Platform | None = None,
-        starter: WorkerStarter | None = None,
-        incarnation: Incarnation = Incarnation(),  # noqa: B008
+        platform: Platform,
+        starter: WorkerStarter,
+        incarnation: Incarnation,
     ):
-        loader_placement = starter.loader_placement if starter else loader_placement_of(prepared)
+        loader_placement = starter.loader_placement
         read_ahead = read_ahead_of(loader_placement, scales(prepared))
         prepared = prepared.with_loaders(loader_placement.loaders, read_ahead)
         self._first = prepared  # the job as launched, which has the schedule of the planner
         options = prepared.options
-        context = ProcessContext(control, event_loop, platform or Platform())
+        context = ProcessContext(control, event_loop, platform)
         self._context = context
         self.planner = prepared.planner(state)
         self._barrier = incarnation.barrier
         self.plans = RecentPlans()
         self.on_stage: list[Callable[[PlannedStep], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
-        self.on_late: list[Callable[[Any], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         groups = list(prepared.job.place.buckets("DP"))
 
@@ -116,13 +104,6 @@ class Coordinator:
             loader_placement.loaders, loader_placement.host_of, constructors_of(prepared), groups
         )
         self._ranks = AttachedRanks(self.placement, len(groups))
-        self._starter: WorkerStarter = starter or WorkerFactory(
-            control,
-            lambda: self.prepared,
-            settings_of(prepared, loader_placement, secrets.token_urlsafe(24), session, platform),
-            loader_placement,
-            self.placement.constructor_of.tolist(),
-        )
         self.router = router_of(prepared, self.placement)
         callbacks = WorkerCallbacks(
             events=self._worker_events,
@@ -130,9 +111,7 @@ class Coordinator:
             started=lambda worker: self.recovery.started(worker),
             start_failed=lambda *failed: self.recovery.start_failed(*failed),
         )
-        self.pool = WorkerPool(
-            context, self._starter, self.placement, callbacks, lost_after_s=options.lost_after_s
-        )
+        self.pool = WorkerPool(context, starter, self.placement, callbacks)
         self.commands = CommandLoop(
             self._execute, check=self.check if options.check else None, after=self.pool.flush
         )
@@ -152,12 +131,7 @@ class Coordinator:
         self.recovery = RecoveryManager(
             self.pool, self.standby, context, options, generation, actions
         )
-        self.endpoints = ClientEndpoints(
-            self.pool, self.placement, self.recovery, session=session, prefetch=options.prefetch
-        )
-        self.sources = JobSources(
-            prepared, self.pool, self.placement, self.recovery, loader_placement.n_hosts
-        )
+        self.sources = JobSources(prepared, self.pool, self.placement, self.recovery)
         self.starts = LoaderStarts(lambda: self.prepared, self.placement)
         current = CurrentJob(lambda: self.prepared, lambda: self.planner)
         workers = self._workers = JobWorkers(self.pool, self.placement, self.standby, self.recovery)
@@ -190,16 +164,14 @@ class Coordinator:
             context.platform,
             lambda: self.prepared.job.names,
         )
-        self._stop_reviews: Callable[[], None] = lambda: None
 
     # starting
 
     def start(self) -> Coordinator:
         """Start all workers, wait for them, and supervise them; return this coordinator."""
         with self.closed_on_error():
-            job = self.prepared.job
-            sendable(job.hooks, "hooks")
-            self.pool.start_all(range(len(job.sources)), self.starts.at(self.planner.state()))
+            sources = range(len(self.prepared.job.sources))
+            self.pool.start_all(sources, self.starts.at(self.planner.state()))
             self.begin()
         return self
 
@@ -213,7 +185,7 @@ class Coordinator:
             raise
 
     def begin(self) -> None:
-        """Supervise the started workers, attach standbys, and start autoscaler and node reviews."""
+        """Supervise the started workers, attach standbys, and start the autoscaler."""
         for worker in self.pool.workers():
             self.recovery.joined(worker)
         self.standby.fill(self.pool.living(), self.pool.nodes())
@@ -223,13 +195,6 @@ class Coordinator:
         self.recovery.start()
         if self.autoscaler is not None:
             self.autoscaler.start()
-        if self._starter.placement is not None:
-            self._stop_reviews = watch(
-                self._starter.placement,
-                self._context.platform,
-                self._context.control,
-                self.rebalancer.relocate_later,
-            )
 
     # journal
 
@@ -247,9 +212,6 @@ class Coordinator:
 
     # events of the session
 
-    def settle(self) -> None:
-        """Do nothing: an event has taken effect when ``event`` returns."""
-
     def event(self, event: Any) -> None:
         """Apply an event and write it to the journal: except a report, it is durable on return."""
         if isinstance(event, Report) and self.planner.in_time(event):
@@ -265,12 +227,6 @@ class Coordinator:
             event = with_every_weight(event, self.planner.spec.names)
         self.history.applied(event)
 
-    def report(self, report: Report) -> bool:
-        """Apply a report; return whether a later plan uses it. A late report is dropped."""
-        used = self.planner.in_time(report)
-        self.event(report)
-        return used
-
     @property
     def attached(self) -> frozenset[int]:
         return self._ranks.ranks
@@ -278,12 +234,12 @@ class Coordinator:
     def _constructor_of(self, rank: int) -> WorkerHandle:
         return self.pool.constructors[self.placement.constructor(rank)]
 
-    def attach(self, queues: Mapping[int, Any]) -> None:
+    def attach(self, ranks: Collection[int]) -> None:
         """Attach the clients of these ranks; constructor workers send them their steps."""
-        for rank in queues:
+        for rank in ranks:
             self._ranks.add(rank)
             self._constructor_of(rank).out.append(Attach(rank))
-        self.run([command for rank in queues for command in self.planner.handle(Attach(rank))])
+        self.run([command for rank in ranks for command in self.planner.handle(Attach(rank))])
 
     def take_over_rank(self, rank: int) -> None:
         """Count a rank as attached; its steps are planned after the rollback that follows."""
@@ -296,12 +252,8 @@ class Coordinator:
             self._constructor_of(rank).out.append(Detach(rank))
             self.run(self.planner.handle(Detach(rank)))
 
-    def stop(self) -> None:
-        for rank in self.attached:
-            self.detach(rank)
-
     def consumed(self, ranks: Sequence[int], step: int) -> None:
-        """Record, with failover, that clients of this process took the steps up to ``step``.
+        """Record, with failover, that clients of the session took the steps up to ``step``.
 
         Constructor workers report it too, but an acknowledgement may be lost with its worker. This
         call arrives before the client requests its next step.
@@ -477,28 +429,6 @@ class Coordinator:
         for worker in self.pool.constructors.values():
             worker.out.append(finish)
 
-    # addresses and step queues of clients
-
-    def address_for(self, rank: int) -> tuple[str, str]:
-        """Return address and token of a rank's constructor worker. Runs on: any thread."""
-        return self.endpoints.address(rank)
-
-    def listen(self, host: str, token: str) -> None:
-        """Accept clients of other processes at this interface, if they present the token."""
-        self.endpoints.listen(host, token)
-
-    def outside(self, rank: int) -> tuple[str, str]:
-        """Return address and empty token of a rank's constructor worker, for a client elsewhere."""
-        return self.endpoints.outside(rank)
-
-    def taken_by(self, rank: int) -> int | None:
-        """Return the last step that a rank took; -1: none. None: its constructor worker is lost."""
-        return self.endpoints.taken(rank)
-
-    def inbox(self, rank: int, next_step: int) -> LaunchedStepQueue:
-        """Return the step queue of a client in this process."""
-        return self.endpoints.queue(rank, next_step)
-
     # sources
 
     @property
@@ -506,20 +436,8 @@ class Coordinator:
         """The job with all sources so far."""
         return self.sources.prepared
 
-    def prepare_source(self, prepared: PreparedJob) -> int:
-        """Start a worker for the last source of a job; return its number. Runs on: any thread."""
-        return self.sources.prepare(prepared)
-
-    def drop_prepared(self, h: int) -> None:
-        """End the worker of a source that is not added. Runs on: any thread."""
-        self.sources.drop(h)
-
     def add_source(
-        self,
-        new: NewSource,
-        prepared: int,
-        budget_bytes: int,
-        joined: Callable[[], None] = lambda: None,
+        self, new: NewSource, prepared: int, budget_bytes: int, joined: Callable[[], None]
     ) -> None:
         """Add a source that worker ``prepared`` reads; an error of the planner changes nothing.
 
@@ -544,7 +462,7 @@ class Coordinator:
 
     def waiting_for(self, rank: int) -> str:
         """Describe what a rank's next step waits for."""
-        waits = self.status.constructor_waits_for(self.endpoints.constructor(rank), rank)
+        waits = self.status.constructor_waits_for(self._constructor_of(rank), rank)
         if words := waits or self.gate.waiting_for():
             return words
         answers = self.status.poll()
@@ -556,45 +474,17 @@ class Coordinator:
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
 
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of all workers, of autoscaling, and of the placement on nodes."""
-        nodes = self._starter.placement
-        scaling = {} if self.autoscaler is None else self.autoscaler.metrics()
-        placement = {} if nodes is None else nodes.metrics()
-        return self.status.metrics(scaling) | {"placement": placement}
-
-    def kill(self, name: str) -> None:
-        """Kill a worker by name, as a crash would, for drills."""
-        self.pool.kill_named(name)
+        """Return the metrics of all workers and of autoscaling."""
+        return self.status.metrics({} if self.autoscaler is None else self.autoscaler.metrics())
 
     # the end
-
-    def on_loop_failure(self, error: Exception) -> None:
-        """End the job after a failure of the event loop: send the error to constructor workers."""
-        for worker in list(self.pool.constructors.values()):
-            if not worker.lost and not self.pool.closed:
-                with contextlib.suppress(OverlordError):
-                    self.pool.tell(worker, [EndOfJob(self.planner.next_step, error)])
 
     def close(self) -> None:
         self.pool.closed = True
         self.recovery.close()
         if self.autoscaler is not None:
             self.autoscaler.close()
-        self._stop_reviews()
         self.pool.close()
-
-    @property
-    def actor_system(self) -> ActorSystem:
-        """The actor system that started the workers."""
-        return self._context.control
-
-    @property
-    def absent(self) -> str:
-        """The reason why the planner cannot be called: always empty, since it runs here."""
-        return ""
-
-    def use_buffers(self, buffers: Any) -> None:
-        """Do nothing: constructor workers have their own buffers."""
 
     def check(self) -> None:
         self.planner.check()

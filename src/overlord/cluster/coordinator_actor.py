@@ -1,4 +1,4 @@
-"""The RPC interface of a coordinator in its own process.
+"""The RPC interface of a coordinator: the coordinator process of a job.
 
 The launching process starts and ends workers, and redirects them to this process. The coordinator
 requests them by name (``RemoteWorkerFactory``) and then calls them directly (``rpc/peers.py``).
@@ -28,6 +28,7 @@ from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, JournalError, OverlordError
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
+from overlord.journal.write_ahead import JournalStart
 from overlord.messages.control import EndOfJob, PlannedStep, Report, SetMixture, Skip, StreamState
 from overlord.messages.launcher import (
     CoordinatorFailed,
@@ -129,6 +130,7 @@ class CoordinatorActor:
         event_loop: EventLoop | None = None,
         rpc: RpcServer | None = None,
     ):
+        config.registered.restore()
         self._config, self._events = config, events or EventQueue(config.machine.now)
         self._event_loop = event_loop or config.machine.event_loop("planner")
         self._rpc = rpc or RpcServer(
@@ -272,9 +274,7 @@ class CoordinatorActor:
     @property
     def _where_journal(self) -> str:
         where = self._config.prepared.job.journal
-        assert where is not None, (
-            "a coordinator has its own process only with a journal to recover from"
-        )
+        assert where is not None, "a journal is opened only for a job with one"
         return where
 
     def open_journal(self, anew: bool, floor: int, launch: str) -> Future[None]:
@@ -292,14 +292,8 @@ class CoordinatorActor:
                         self._where_journal, self._config.prepared.job.name, launch=launch
                     )
                     coordinator.journal.start(self._event_loop.post)
-                if anew:
-                    coordinator.journal.write_rewind(
-                        coordinator.planner.state(), coordinator.prepared, floor
-                    )
-                else:
-                    coordinator.journal.write_start(
-                        coordinator.planner.state(), coordinator.prepared
-                    )
+                start = JournalStart(coordinator.journal, floor=floor, anew=anew)
+                start.append(coordinator.planner.state(), coordinator.prepared)
             finally:
                 self._opens_journal = False
 
@@ -366,7 +360,7 @@ class CoordinatorActor:
         """Attach the given ranks, except those that are already attached."""
         return self._on_loop(
             lambda: self._coordinator.attach(
-                dict.fromkeys(r for r in ranks if r not in self._coordinator.attached)
+                [r for r in ranks if r not in self._coordinator.attached]
             )
         )
 

@@ -1,6 +1,7 @@
-"""The configuration of a coordinator in its own process: the job without its readers.
+"""The configuration of a coordinator process: the job without its readers.
 
-The process receives user code (strategy, hooks, mixture) only with this configuration.
+The process receives user code only with this configuration: strategy, hooks, mixture, and what
+``register_cost``, ``register_balance`` and ``register_schedule`` have registered.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from overlord.cluster.job_sources import PlannerJob
 from overlord.cluster.plan_router import ReportBarrier
 from overlord.concurrency.platform import Platform
 from overlord.messages.control import Report, StreamState
+from overlord.planning.registrations import Registrations
 from overlord.planning.schedule.by_stage import job_schedule
-from overlord.process.forkserver import sendable
+from overlord.process.code import sendable
 from overlord.scaling.loader_placement import LoaderPlacement
 from overlord.setup.prepared_job import PreparedJob
 
@@ -28,9 +30,9 @@ class Incarnation:
     earlier reports have arrived.
     """
 
+    barrier: ReportBarrier
     number: int = 0
     planned: Mapping[int, str] = field(default_factory=dict)
-    barrier: ReportBarrier = field(default_factory=ReportBarrier)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,6 +43,7 @@ class CoordinatorConfig:
     """
 
     prepared: PlannerJob
+    registered: Registrations
     state: StreamState | None
     loader_placement: LoaderPlacement
     token: str
@@ -83,10 +86,13 @@ class CoordinatorConfig:
     def of(prepared: PreparedJob, **fields: Any) -> CoordinatorConfig:
         """Return the configuration for a job.
 
-        Raise ``JobError`` if hooks, strategy or mixture cannot be sent to another process.
+        Raise ``JobError`` if user code cannot be sent to another process.
         """
-        light = PlannerJob(prepared)
+        light, registered = PlannerJob(prepared), Registrations.here()
         sendable(light.job.hooks, "hooks")
         sendable(light.strategy, "strategy")
         sendable(job_schedule(light.job), "mixture")
-        return CoordinatorConfig(prepared=light, **fields)
+        for kind, entries in registered.by_function().items():
+            sendable(entries, kind)
+        sendable(light, f"job {light.job.name!r}")
+        return CoordinatorConfig(prepared=light, registered=registered, **fields)

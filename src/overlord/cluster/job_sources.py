@@ -9,13 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from overlord.cluster.placement import Placement
-from overlord.cluster.rebalance import FIRST_SCALED
 from overlord.cluster.recovery import RecoveryManager
-from overlord.cluster.worker_factory import MULTI_WORKER_READ_AHEAD
-from overlord.cluster.worker_pool import START_S, WorkerHandle, WorkerPool
+from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
 from overlord.errors import ActorLost
 from overlord.job.job import Job
-from overlord.messages.control import Cursor, SetBufferBudget
+from overlord.messages.control import SetBufferBudget
 from overlord.planning.spec import SourceSpec
 from overlord.rpc.actors import ActorHandle
 from overlord.scaling.profile import SourceLoad
@@ -108,7 +106,6 @@ class JobSources:
     """The prepared job with all sources so far, and the workers that added sources need.
 
     Each added source has a worker of its own, since a process receives code only at its start.
-    ``n_launched`` is the number of loader workers that the job was launched with.
     """
 
     def __init__(
@@ -117,11 +114,9 @@ class JobSources:
         pool: WorkerPool,
         placement: Placement,
         recovery: RecoveryManager,
-        n_launched: int,
     ):
         self.prepared = prepared
         self._pool, self._placement, self._recovery = pool, placement, recovery
-        self._n_launched = n_launched
         self._refused: dict[int, WorkerHandle] = {}  # workers of sources that could not be added
 
     def ready(self, h: int) -> WorkerHandle:
@@ -151,35 +146,6 @@ class JobSources:
         worker = self._pool.loaders[h]
         worker.lost = "its source could not be added"
         self._recovery.retired(worker)
-
-    def prepare(self, prepared: PreparedJob) -> int:
-        """Start a worker for the last source of a job, wait for it, and return its number.
-
-        Runs on: any thread.
-        """
-        # A number is never reused: a worker that was dropped counts as lost.
-        known = [h for h in self._placement.sources_of if h < FIRST_SCALED]
-        i, h = len(prepared.job.sources) - 1, max([self._n_launched - 1, *known]) + 1
-        loaders = (*self._placement.loaders, prepared.loaders_of(i))
-        before, self.prepared = (
-            self.prepared,
-            prepared.with_loaders(loaders, MULTI_WORKER_READ_AHEAD),
-        )
-        try:
-            starts = self.prepared.loader_starts(i, Cursor())
-            worker = self._pool.start_loader(h, [i], starts, joined=False)
-            self._pool.get(self._pool.call(worker, "do", []), START_S)
-        except BaseException:
-            self.prepared = before
-            self.drop(h)
-            raise
-        return h
-
-    def drop(self, h: int) -> None:
-        """End the worker of a source that is not added. Runs on: any thread."""
-        if (worker := self._pool.loaders.pop(h, None)) is not None:
-            worker.lost = "not needed"
-            self._pool.end(h, worker)
 
     def adopt(
         self,

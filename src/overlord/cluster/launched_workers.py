@@ -1,4 +1,4 @@
-"""The worker processes of a job whose coordinator has its own process.
+"""The worker processes of a job, seen from the launching process.
 
 The launching process starts and ends them, since it has their code. It redirects each worker to
 the coordinator, and reports the death of a worker to it.
@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from overlord.cluster.startup_watchdog import StartupWatchdog
 from overlord.cluster.worker_factory import (
     MULTI_WORKER_READ_AHEAD,
     WorkerFactory,
@@ -23,7 +24,6 @@ from overlord.cluster.worker_factory import (
     read_ahead_of,
     settings_of,
 )
-from overlord.cluster.worker_pool import StartupWatchdog
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, OverlordError
 from overlord.messages.control import Cursor

@@ -1,7 +1,7 @@
-"""The launcher: starts and ends all processes of a job whose coordinator has its own process.
+"""The launcher: starts and ends all processes of a job, and first of all its coordinator.
 
-It restarts a coordinator that is lost. It does not decide which workers are needed: the coordinator
-requests them, and calls them directly.
+With a journal it restarts a coordinator that is lost. It does not decide which workers are needed:
+the coordinator requests them, and calls them directly.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from overlord.setup.prepared_job import PreparedJob
 log = logging.getLogger("overlord")
 
 # ----------------------------------------------------------------------------
-# Heartbeats of a coordinator in its own process, polled by its launcher.
+# Heartbeats of a coordinator, polled by its launcher.
 
 # Polls in ``lost_after_s``. They are counted, so that a suspended machine loses no coordinator.
 TICKS = 4
@@ -135,8 +135,9 @@ LOST = "the coordinator was lost: "
 class Launcher:
     """The processes of a job, from the launching process: the coordinator and its workers.
 
-    A lost coordinator is restarted. ``ask`` and ``tell`` call the current one. ``workers`` starts
-    and ends workers. ``ask_s`` is the default timeout of ``ask``.
+    A lost coordinator is restarted from the journal; without one the job ends. ``ask`` and ``tell``
+    call the current one. ``workers`` starts and ends workers. ``ask_s`` is the default timeout of
+    ``ask``.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class Launcher:
                 CoordinatorActor,
                 config,
                 name=COORDINATOR_NAME,
-                **workers.factory.placement.coordinator(),
+                **workers.factory.placement.coordinator(self._restarts_coordinator),
             )
         self.control.on_death(coordinator, self._coordinator_died)
         workers.watchdog.watch(coordinator)
@@ -236,7 +237,9 @@ class Launcher:
             *self.control.get(self.control.call(coordinator, "rpc_address"), BOOT_S)
         )
         self.follow(coordinator)
-        self._heartbeat.watch(coordinator)
+        if self._restarts_coordinator:
+            # otherwise a slow strategy must not end the job, and a stalled one ends it by DataStall
+            self._heartbeat.watch(coordinator)
         acked: int = self.control.get(self.control.call(coordinator, "begin"), self._begin_s)
         return acked
 
@@ -289,16 +292,30 @@ class Launcher:
             if self._closed or coordinator is not self.coordinator or not self._ready:
                 return  # the thread that starts a coordinator detects its death itself
             reason = self._loss_reason(coordinator, reason)
-            self._ready, self.absent = (
-                False,
-                f"the coordinator, which is being restarted ({reason})",
-            )
+            self._ready = False
+            if not self._restarts_coordinator:
+                return self._give_up(ActorLost(COORDINATOR_NAME, self._end_reason(reason)))
+            self.absent = f"the coordinator, which is being restarted ({reason})"
         threading.Thread(
             target=self._restart_coordinator,
             args=(reason,),
             name="overlord-coordinator-restart",
             daemon=True,
         ).start()
+
+    @property
+    def _restarts_coordinator(self) -> bool:
+        """Whether a lost coordinator is restarted: from the journal, with failover."""
+        return self.prepared.job.journal is not None and self.prepared.options.failover
+
+    def _end_reason(self, reason: str) -> str:
+        """Return the reason of a loss that ends the job, with the remedy."""
+        if self.prepared.job.journal is None:
+            return (
+                f"{reason}; the job has no journal to restart it from: set Job.journal, or launch "
+                "again with resume=state, the last saved state"
+            )
+        return f"{reason}; failover is off: launch again with resume='auto'"
 
     def _loss_reason(self, coordinator: ActorHandle | None, reason: str) -> str:
         """Return ``reason``; after a kill by heartbeat or watchdog, the cause of the kill."""
@@ -313,8 +330,6 @@ class Launcher:
             with self._lock:
                 self._restarts += 1
                 self._incarnation += 1
-                if not self.prepared.options.failover:
-                    return self._give_up(ActorLost(COORDINATOR_NAME, reason))
                 if self._restarts > (most := self.prepared.options.max_restarts):
                     return self._give_up(
                         unopened

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from overlord.cluster.current_job import CurrentJob, JobWorkers, LoaderStarts
@@ -146,18 +146,6 @@ class Rebalancer:
             self._placement.sources_of[h] = self._placement.sources_of[was]
             self._start(migration, h, was)
         return True
-
-    def relocate_later(self, workers: Sequence[int], accept: Callable[[], None]) -> None:
-        """Relocate workers on the event loop, and call ``accept`` if the migration starts.
-
-        Runs on: any thread.
-        """
-
-        def act() -> None:
-            if not self._pool.closed and self.relocate(workers):
-                accept()
-
-        self._event_loop.post(act)
 
     def move(self, source: int, workers: Sequence[str]) -> None:
         """Move the k-th loader of a source to ``workers[k % len(workers)]``, given by name.

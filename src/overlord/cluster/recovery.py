@@ -36,7 +36,7 @@ from overlord.cluster.supervisor import (
     restart_limit_error,
 )
 from overlord.cluster.worker_pool import ProcessContext, WorkerHandle, WorkerPool
-from overlord.errors import ActorLost, DataStall
+from overlord.errors import ActorLost
 from overlord.messages.control import STRIDE, EndOfJob
 from overlord.messages.launcher import WorkerRecovered
 from overlord.setup.options import Options
@@ -124,7 +124,6 @@ class RecoveryManager:
         if self._pool.closed:
             return
         now = self._now()
-        self._pool.kill_stopped()
         for worker in self._pool.joined():
             if worker.answered:
                 self._handle(Heartbeat(worker.name, worker.incarnation), now)
@@ -289,19 +288,6 @@ class RecoveryManager:
     def silent_s(self, worker: WorkerHandle) -> float:
         """Return the seconds since a worker last answered; 0 if it is lost, or without failover."""
         return self._supervisor.silent_s(worker.name, self._now()) if self.fails_over else 0.0
-
-    def error_of(self, worker: WorkerHandle) -> Exception:
-        """Return the error for a request to a lost worker.
-
-        ``DataStall`` while the worker is being restarted, else ``ActorLost``.
-        """
-        if not self.fails_over or self.given_up is not None:
-            if self.given_up is not None and self.given_up.name == worker.name:
-                return self.given_up
-            return ActorLost(worker.name, worker.lost)
-        lost_at = self._lost_at.get(worker.name, self._now())
-        what = f"{worker.name} to be started again ({worker.lost})"
-        return DataStall(what, self._now() - lost_at)
 
 
 def _replanned_text(first: int, last: int) -> str:

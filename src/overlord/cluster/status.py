@@ -1,11 +1,10 @@
-"""Status queries of a job in several processes, and the addresses of its constructor workers."""
+"""Status queries of a job in several processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from overlord.client.remote_queue import LaunchedStepQueue, RemoteStepQueue
 from overlord.cluster.placement import Placement
 from overlord.cluster.recovery import RecoveryManager
 from overlord.cluster.worker_pool import WorkerHandle, WorkerPool
@@ -13,91 +12,6 @@ from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.messages.control import Consumed
 from overlord.messages.launcher import WorkerRecovered
-
-# ----------------------------------------------------------------------------
-# Client endpoints: the constructor worker, address and step queue of each rank.
-
-TAKEN_S = 2.0  # for a constructor worker to return the last step that a rank took
-
-
-class ClientEndpoints:
-    """Addresses and step queues of ranks. Runs on: any thread.
-
-    ``session`` is the generation of the session, ``prefetch`` the number of steps that a client
-    holds.
-    """
-
-    def __init__(
-        self,
-        pool: WorkerPool,
-        placement: Placement,
-        recovery: RecoveryManager,
-        *,
-        session: int,
-        prefetch: int,
-    ):
-        self._pool, self._placement, self._recovery = pool, placement, recovery
-        self._session, self._prefetch = session, prefetch
-        self._queues: list[RemoteStepQueue] = []  # of clients in this process
-
-    def constructor(self, rank: int) -> WorkerHandle:
-        """Return the constructor worker of a rank."""
-        return self._pool.constructors[self._placement.constructor(rank)]
-
-    def address(self, rank: int) -> tuple[str, str]:
-        """Return address and token of a rank's constructor worker, for a client of this process.
-
-        Raise ``DataStall`` while the worker is being restarted, else ``ActorLost`` if it is lost.
-        """
-        worker = self.constructor(rank)
-        if worker.lost:
-            raise self._recovery.error_of(worker)
-        return self._pool.address_of(self._placement.constructor(rank))
-
-    def listen(self, interface: str, token: str) -> None:
-        """Accept clients of other processes at this interface, if they present the token."""
-        fails_over, every = self._recovery.fails_over, self._pool.constructors
-        workers = {c: w for c, w in every.items() if not (w.lost and fails_over)}
-        self._pool.listen(interface, token, workers)
-
-    def outside(self, rank: int) -> tuple[str, str]:
-        """Return the address of a rank's constructor worker, for a client of another process.
-
-        The second value, the token, is empty: such a client already has it. Raise as ``address``
-        does, also if the address is not known yet.
-        """
-        self.address(rank)
-        found = self._pool.outside_of(self._placement.constructor(rank))
-        if found is None:
-            raise self._recovery.error_of(self.constructor(rank))
-        return found, ""
-
-    def taken(self, rank: int) -> int | None:
-        """Return the last step that a rank's client took; -1 before the first.
-
-        The constructor worker is called, since it reports steps only when its slowest rank takes
-        one. None: the worker is lost. Raise ``DataStall`` if it does not answer. Runs on: any
-        thread but the event loop.
-        """
-        worker = self.constructor(rank)
-        if worker.lost:
-            return None
-        try:
-            return int(self._pool.get(self._pool.call(worker, "taken", rank), TAKEN_S))
-        except ActorLost:
-            return None
-
-    def queue(self, rank: int, next_step: int) -> LaunchedStepQueue:
-        """Return the step queue of a client in this process."""
-        return LaunchedStepQueue(
-            rank,
-            lambda: self.address(rank),
-            next_step=next_step,
-            generation=self._session,
-            prefetch=self._prefetch,
-            siblings=self._queues,
-        )
-
 
 # ----------------------------------------------------------------------------
 # Status queries (metrics, ``waiting_for``) of a job in several processes.

@@ -1,4 +1,4 @@
-"""A coordinator in its own process: its first start, and the takeover of a lost one's workers.
+"""The start of a coordinator: the first of a session, or one that takes over a lost one's workers.
 
 The launching process starts workers at the coordinator's request. A coordinator that takes over
 reads its state from the journal, adopts the living workers, and rolls back.
@@ -55,7 +55,7 @@ def last_acked(found: Recovered, taken: Sequence[int | None]) -> int:
 
 
 def barrier_of(config: CoordinatorConfig, send: Send) -> ReportBarrier:
-    """Return the report barrier of a coordinator in its own process."""
+    """Return the report barrier of a coordinator."""
     return ReportBarrier(
         learns(job_schedule(config.prepared.job)),
         lambda mark: send(ReportsRequested(mark)),
@@ -78,10 +78,9 @@ def first_coordinator(
         config.state,
         peers,
         event_loop,
-        config.session,
-        platform,
+        platform or Platform(),
         starter,
-        Incarnation(barrier=barrier_of(config, send)),
+        Incarnation(barrier_of(config, send)),
     )
     return coordinator.start()
 
@@ -136,10 +135,9 @@ class Takeover:
             state,
             peers,
             event_loop,
-            config.session,
-            platform,
+            self._platform,
             starter,
-            Incarnation(config.incarnation, found.planned, self._barrier),
+            Incarnation(self._barrier, config.incarnation, found.planned),
         )
         with self.coordinator.closed_on_error():
             self._adopt_workers()

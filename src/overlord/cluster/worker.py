@@ -177,7 +177,7 @@ class Worker(ABC):
         return self._events.ask()
 
     def redirect(self, address: str, token: str, lease_id: int) -> None:
-        """Connect to a coordinator in its own process, which calls this worker from now on."""
+        """Connect to a coordinator, which calls this worker from now on."""
         self._rpc.redirect(address, token, lease_id)
 
     def close(self) -> None:

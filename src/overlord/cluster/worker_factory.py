@@ -26,7 +26,7 @@ from overlord.messages.launcher import (
     StartConstructorWorker,
     StartLoaderWorker,
 )
-from overlord.process.forkserver import sendable
+from overlord.process.code import sendable
 from overlord.ray.node_choice import (
     Layout,
     Node,
@@ -107,12 +107,16 @@ class NodePlacement:
         asked = {"cpus": spot.cores, "memory": float(spot.memory), **spot.resources}
         return {"node": spot.node or labels_wanted(nodes, layout) or None, "resources": asked}
 
-    def coordinator(self) -> dict[str, Any]:
+    def coordinator(self, restarts: bool) -> dict[str, Any]:
         """Return the node of the coordinator, as an argument of ``spawn``.
 
-        It is a node without ranks. The result is empty if there is none, or without ``rank_nodes``.
-        The coordinator requests no resources.
+        ``restarts``: a lost coordinator is restarted. Then it is a node without ranks; the result
+        is empty if there is none, or without ``rank_nodes``. Otherwise it is the node of this
+        process, so that the job depends on no further node. The coordinator requests no resources.
         """
+        if not restarts:
+            here = getattr(self._control, "node_here", str)()
+            return {"node": here} if here else {}
         found = (
             node_without_ranks(nodes, layout)
             if (nodes := self._living_nodes()) and (layout := self._layout()).rank_nodes
@@ -257,8 +261,8 @@ def watch(
 # ----------------------------------------------------------------------------
 # The worker factory: starts the workers of a job.
 #
-# A process receives code only at its start, so the factory stays in the launching process. A
-# coordinator requests workers by number, in that process or from its own.
+# A process receives code only at its start, so the factory stays in the launching process. The
+# coordinator requests workers by number.
 
 # memory of a worker before it has read anything: Python, pyarrow, and libraries of a cluster
 PROCESS_BYTES = 2**27
@@ -358,10 +362,6 @@ class WorkerStarter(Protocol):
 
     loader_placement: LoaderPlacement
     token: str
-
-    @property
-    def placement(self) -> NodePlacement | None:
-        """The nodes of workers; None if another process decides them."""
 
     def constructor(self, c: int) -> ActorHandle:
         """Start a constructor worker."""
@@ -494,8 +494,6 @@ class RemoteWorkerFactory:
 
     The workers then connect to this process.
     """
-
-    placement: NodePlacement | None = None  # the launching process places workers on nodes
 
     def __init__(
         self,

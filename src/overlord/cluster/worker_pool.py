@@ -3,85 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from overlord.cluster.placement import Placement
-from overlord.cluster.supervisor import TICKS
 from overlord.cluster.worker_factory import WorkerStarter
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
-from overlord.errors import ActorLost, DataStall, JobError, OverlordError
+from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.messages.control import ConnectConstructor, LoaderStart
 from overlord.rpc.actors import ActorHandle, ActorSystem
 
 log = logging.getLogger("overlord")
-
-# ----------------------------------------------------------------------------
-# Startup watchdog: detects workers that are stopped (``SIGSTOP``) before they answer heartbeats.
-#
-# A start may take long, since sources are opened and a store may be slow. So a stopped process is
-# detected from outside, in ``/proc/<pid>/stat``.
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal, such as SIGSTOP.
-
-    False also if the process has ended, or if the system has no ``/proc``.
-    """
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
-
-
-class StartupWatchdog:
-    """The detection of starting workers that are stopped by a signal.
-
-    One thread calls ``overdue`` TICKS times in ``lost_after_s``.
-    """
-
-    def __init__(self, control: ActorSystem, lost_after_s: float):
-        self._control, self._lost_after_s = control, lost_after_s
-        # set by actor systems whose processes get their id later, or run on other machines
-        self._pid_here: Callable[[ActorHandle], int] | None = getattr(control, "pid_here", None)
-        self._starting: dict[ActorHandle, Future[Any]] = {}  # first heartbeats of starting workers
-        self._ticks: dict[ActorHandle, int] = {}  # consecutive calls that found the worker stopped
-        self._given_up: dict[str, str] = {}  # reasons of the kills, by name
-
-    def watch(self, handle: ActorHandle) -> None:
-        """Watch a starting worker, if its process id can be known here. Runs on: any thread."""
-        if handle.pid is not None or self._pid_here is not None:
-            self._starting[handle] = self._control.call(handle, "beat")
-
-    def overdue(self) -> list[ActorHandle]:
-        """Return the starting workers that more than TICKS consecutive calls have found stopped.
-
-        The caller must kill them. Each worker is returned once.
-        """
-        found = []
-        for handle, heartbeat in list(self._starting.items()):
-            if heartbeat.done():
-                del self._starting[handle]
-                self._ticks.pop(handle, None)
-                continue
-            pid = handle.pid or 0 if self._pid_here is None else self._pid_here(handle)
-            self._ticks[handle] = self._ticks.get(handle, 0) + 1 if pid and is_stopped(pid) else 0
-            if self._ticks[handle] > TICKS:
-                self._given_up[handle.name] = (
-                    f"it was stopped for {self._lost_after_s:g} s while it was being started"
-                )
-                del self._starting[handle], self._ticks[handle]
-                found.append(handle)
-        return found
-
-    def reason_of(self, name: str, reason: str) -> str:
-        """Return ``reason``, or for a worker that ``overdue`` returned, its own reason once."""
-        return self._given_up.pop(name, reason)
-
 
 START_S = 120.0  # for a worker to start: it opens its sources first, and a store may be slow
 CLOSE_S = 1.0  # for all workers together to exit
@@ -104,9 +39,7 @@ class WorkerHandle:
     incarnation: int = 0  # number of earlier processes of this name
     heartbeat: Future[Any] | None = None  # the last requested heartbeat
     question: Future[Any] | None = None  # the last status query
-    # address of a restarted constructor worker, for loader workers and clients of this process
-    address: str = ""
-    outside: str = ""  # its address for clients of other processes
+    address: str = ""  # of a restarted constructor worker, for loader workers
     node: str = ""  # cluster node of a loader worker: workers of a node may be lost together
     # of a loader worker: the addresses of the constructor workers it is connected to
     linked: dict[int, str] = field(default_factory=dict)
@@ -165,8 +98,6 @@ class WorkerPool:
         starter: WorkerStarter,
         placement: Placement,
         callbacks: WorkerCallbacks,
-        *,
-        lost_after_s: float,
     ):
         self._control, self._event_loop = context.control, context.event_loop
         self._platform, self._callbacks = context.platform, callbacks
@@ -175,9 +106,6 @@ class WorkerPool:
         self.constructors: dict[int, WorkerHandle] = {}
         self.restarted: dict[str, WorkerHandle] = {}  # workers that wait for the next rollback
         self.addresses: dict[int, str] = {}  # of constructor workers, for other workers
-        self._outside: dict[int, str] = {}  # of constructor workers, for clients elsewhere
-        self._listening: tuple[str, str] | None = None  # interface and token for clients elsewhere
-        self._watchdog = StartupWatchdog(context.control, lost_after_s)
         self.closed = False
 
     # membership
@@ -267,7 +195,6 @@ class WorkerPool:
     ) -> WorkerHandle:
         """Wrap a started worker; receive its events, and detect its death. Runs on: any thread."""
         worker = WorkerHandle(handle, joined=joined, incarnation=incarnation)
-        self._watchdog.watch(handle)
         self._control.on_death(
             handle, lambda _, reason: self._event_loop.post(lambda: self._lost(worker, reason))
         )
@@ -299,7 +226,7 @@ class WorkerPool:
     # starting
 
     def start_all(self, sources: Collection[int], starts: Sequence[LoaderStart]) -> None:
-        """Start all workers of a job and wait for them. Runs on: launching thread.
+        """Start all workers of a job and wait for them. Runs on: the thread of the start.
 
         Constructor workers start first, since loader workers connect to them. An error of a source
         is raised here, not with the first step.
@@ -310,23 +237,11 @@ class WorkerPool:
         self.addresses = {c: self.get(future, START_S) for c, future in calls.items()}
         for h in range(self._starter.loader_placement.n_hosts):
             mine = [s for s in starts if self._placement.worker(s.loader) == h]
-            self.start_loader(h, sources, mine)
+            self._placement.sources_of[h] = frozenset(sources)
+            self.loaders[h] = self._spawn_loader(h, sources, mine)
         ready = [(worker, self.call(worker, "node")) for worker in self.loaders.values()]
         for worker, future in ready:
             worker.node = self.get(future, START_S)
-
-    def start_loader(
-        self,
-        h: int,
-        sources: Collection[int],
-        starts: Sequence[LoaderStart],
-        *,
-        joined: bool = True,
-    ) -> WorkerHandle:
-        """Start a loader worker without waiting for it. Runs on: launching thread."""
-        self._placement.sources_of[h] = frozenset(sources)
-        worker = self.loaders[h] = self._spawn_loader(h, sources, starts, joined=joined)
-        return worker
 
     def _spawn_loader(
         self,
@@ -400,7 +315,7 @@ class WorkerPool:
         except Exception as fault:
             reason = f"{type(fault).__name__}: {fault}"
             if isinstance(fault, ActorLost) and fault.name == name:
-                reason = self._watchdog.reason_of(name, fault.reason)
+                reason = fault.reason
             self._event_loop.post(lambda: self._restart_failed(name, incarnation, reason))
         else:
             self._event_loop.post(lambda: self._is_restarted(worker))
@@ -408,8 +323,6 @@ class WorkerPool:
     def _restart_constructor(self, c: int, incarnation: int) -> WorkerHandle:
         worker = self.watch(self._starter.constructor(c), incarnation=incarnation)
         worker.address = self.wait_for(worker, "address")
-        if (listening := self._listening) is not None:
-            worker.outside = self.wait_for(worker, "listen", *listening)
         return worker
 
     def _restart_loader(self, h: int, incarnation: int) -> WorkerHandle:
@@ -433,18 +346,7 @@ class WorkerPool:
 
     def adopt(self, worker: WorkerHandle) -> None:
         """Replace a lost worker by its restarted one."""
-        if worker.is_loader:
-            self.loaders[worker.number] = worker
-            return
-        c = worker.number
-        self.constructors[c] = worker
-        if worker.outside:
-            self._outside[c] = worker.outside
-        elif (listening := self._listening) is not None:  # ``listen`` was called after its start
-            self._outside.pop(c, None)
-            self.call(worker, "listen", *listening).add_done_callback(
-                lambda future: self._found_outside(c, future)
-            )
+        (self.loaders if worker.is_loader else self.constructors)[worker.number] = worker
 
     def adopt_restarted(self) -> dict[str, WorkerHandle]:
         """Adopt all restarted workers and return them by name."""
@@ -467,22 +369,6 @@ class WorkerPool:
                 self.link(worker)
 
     # ending
-
-    def kill_stopped(self) -> None:
-        """Kill workers that were stopped (SIGSTOP) during their start for too long."""
-        for handle in self._watchdog.overdue():
-            log.warning("%s killed: it was stopped during its start", handle.name)
-            self._kill_later(handle)
-
-    def kill_named(self, name: str) -> None:
-        """Kill a worker by name, as a crash would, for drills."""
-        if (worker := self.named(name)) is None:
-            known = ", ".join(worker.name for worker in self.workers())
-            raise JobError(
-                [f"expected the name of a process of this job, got {name!r}; there are {known}"],
-                "kill",
-            )
-        self._control.kill(worker.handle)
 
     def kill_incarnation(self, name: str, incarnation: int, reason: str) -> None:
         every = [*self.workers(), *self.restarted.values()]
@@ -516,29 +402,6 @@ class WorkerPool:
 
     def close(self) -> None:
         self._control.shutdown(CLOSE_S)
-
-    # where clients connect
-
-    def address_of(self, c: int) -> tuple[str, str]:
-        """Return the address and the token of a constructor worker for clients of this process."""
-        return self.addresses[c], self._starter.token
-
-    def outside_of(self, c: int) -> str | None:
-        """Return the address of a constructor worker for clients of other processes.
-
-        None: it is not known.
-        """
-        return self._outside.get(c)
-
-    def listen(self, interface: str, token: str, workers: Mapping[int, WorkerHandle]) -> None:
-        """Let constructor workers accept clients of other processes. Runs on: any thread."""
-        self._listening = (interface, token)  # set first: workers that are starting read it
-        calls = {c: self.call(w, "listen", interface, token) for c, w in workers.items()}
-        self._outside = {c: self.get(future, START_S) for c, future in calls.items()}
-
-    def _found_outside(self, c: int, future: Future[Any]) -> None:
-        if future.exception() is None:
-            self._outside[c] = future.result()
 
     # statistics
 

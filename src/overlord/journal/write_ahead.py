@@ -319,13 +319,9 @@ class ResumePoint:
 
 
 class Journaled(Protocol):
-    """A runtime whose journal a ``JournalStart`` sets."""
+    """A runtime that writes the start of its stream to a journal."""
 
-    journal: NullJournal
-
-    @property
-    def planner(self) -> Any: ...
-
+    def begin_journal(self, start: JournalStart, prepared: PreparedJob) -> None: ...
     def close(self) -> None: ...
 
 
@@ -339,22 +335,19 @@ class JournalStart:
     anew: bool = False  # records of steps after the state are void
 
     def write(self, runtime: Journaled, prepared: PreparedJob) -> None:
-        """Write the start before the runtime plans a step; close the runtime if that fails.
-
-        A coordinator in its own process writes the start itself.
-        """
+        """Write the start before the runtime plans a step; close the runtime if that fails."""
         try:
-            if (write := getattr(runtime, "write_beginning", None)) is not None:
-                write(self)
-                return
-            if self.anew:
-                self.journal.write_rewind(runtime.planner.state(), prepared, self.floor)
-            else:
-                self.journal.write_start(runtime.planner.state(), prepared)
+            runtime.begin_journal(self, prepared)
         except BaseException:
             runtime.close()
             raise
-        runtime.journal = self.journal
+
+    def append(self, state: StreamState, prepared: PreparedJob) -> None:
+        """Append the start of the stream at a state to the journal."""
+        if self.anew:
+            self.journal.write_rewind(state, prepared, self.floor)
+        else:
+            self.journal.write_start(state, prepared)
 
 
 @dataclass(frozen=True, slots=True)

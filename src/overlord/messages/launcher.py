@@ -1,4 +1,4 @@
-"""Messages from a coordinator in its own process to the launcher and to the session.
+"""Messages from a coordinator to the launcher and to the session.
 
 The launcher starts, redirects and ends processes; ``lease_id`` identifies the lease of a worker.
 The session receives the ``SessionEvent`` messages. The launcher itself sends ``JobFailed``, and

@@ -49,9 +49,8 @@ LOADER_BYTES = ("ready_bytes", "kept_bytes", "window_bytes", "open_bytes")  # co
 def pss_by_role(figures: Mapping[str, Any]) -> dict[str, int]:
     """Return the PSS in bytes of the job's processes by role; PSS splits shared pages evenly.
 
-    ``session`` is the launching process. It includes a planner without its own process, and all
-    other parts in the local runtime. Trainers in other processes do not count. Roles with 0 bytes
-    are left out.
+    ``session`` is the launching process, in the local runtime everything. Trainers in other
+    processes do not count. Roles with 0 bytes are left out.
     """
     roles = {
         "session": pss_bytes(),
@@ -71,7 +70,7 @@ def pss_by_role(figures: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _planner_process(figures: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the row of the planner's own process in a list; empty if it runs in the session."""
+    """Return the row of the coordinator process in a list; empty in the local runtime."""
     return [figures["planner"]] if "planner" in figures else []
 
 

@@ -10,20 +10,16 @@ import fcntl
 import io
 import multiprocessing
 import os
-import pickle
 import select
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
-from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 from overlord import import_path
-from overlord.errors import JobError
 from overlord.process.exit import exit_now
 
 # Modules that are loaded once, in the fork server: a process then starts in tens of milliseconds
@@ -32,6 +28,7 @@ from overlord.process.exit import exit_now
 PRELOAD = (
     "numpy",
     "overlord.process.preload",
+    "cloudpickle",
     "overlord.rpc.process_launcher",
     "overlord.transforms.transform_process",
     "overlord.cluster.loader_worker",
@@ -40,37 +37,28 @@ PRELOAD = (
     "overlord.process.frozen_heap",
 )
 
-# A child that receives an object of the program's main file imports that file again.
-UNGUARDED = (
-    "; with worker processes the program must be a file that can be imported, launch under "
-    '`if __name__ == "__main__":`, '
-    "and define the functions it sends above that line"
-)
-
-
 _starting = threading.Lock()
 _server: Any = getattr(forkserver, "_forkserver", None)  # private to Python: it may be missing
 
 
 class _Popen(popen_forkserver.Popen):
-    """Python's fork-server ``Popen``, except that a child seldom imports the program's main file.
+    """Python's fork-server ``Popen``, except that no child imports the program's main file.
 
-    A child imports that file only if it receives an object defined there. A trainer's main file
-    imports torch: seconds, and hundreds of megabytes, in every worker.
+    What that file defines crosses by value (``process/code.py``). A trainer's main file imports
+    torch: seconds, and hundreds of megabytes, in every worker.
     """
 
     def _launch(self, process_obj: Any) -> None:
-        prepared: dict[str, Any] = spawn.get_preparation_data(process_obj._name)
+        prepared = {
+            key: value
+            for key, value in spawn.get_preparation_data(process_obj._name).items()
+            if not key.startswith("init_main")
+        }
         sent = io.BytesIO()
         set_spawning_popen(self)
         try:
+            reduction.dump(prepared, sent)
             reduction.dump(process_obj, sent)
-            if b"__main__" not in sent.getbuffer().tobytes():
-                prepared = {
-                    key: value for key, value in prepared.items() if not key.startswith("init_main")
-                }
-            first = io.BytesIO()
-            reduction.dump(prepared, first)
         finally:
             set_spawning_popen(None)
         _ensure_server()
@@ -78,7 +66,6 @@ class _Popen(popen_forkserver.Popen):
         copy = os.dup(pipe)  # the child's sentinel of its parent
         self.finalizer = util.Finalize(self, util.close_fds, (copy, self.sentinel))  # type: ignore[attr-defined]
         with open(pipe, "wb", closefd=True) as file:
-            file.write(first.getbuffer())
             file.write(sent.getbuffer())
         self.pid = forkserver.read_signed(self.sentinel)
 
@@ -242,44 +229,3 @@ def describe_exit(code: int | None) -> str:
     if code is None:
         return "exit code unknown"
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-
-
-# ----------------------------------------------------------------------------
-# Check that code can be sent to another process, before any process is started.
-#
-# The error of the check names the object that cannot be sent.
-
-T = TypeVar("T")
-
-REMEDY = "use functions of a module, not lambdas or local functions, or runtime='local'"
-
-
-def sendable(value: T, where: str) -> T:
-    """Return the value; raise ``JobError`` if another process cannot receive it.
-
-    ``where`` names the owner of the value, for the error.
-    """
-    try:
-        _CheckingPickler(io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(value)
-        return value
-    except Exception as fault:  # pickle raises PicklingError, AttributeError or TypeError
-        raise JobError([f"cannot be sent to another process: {fault}; {REMEDY}"], where) from fault
-
-
-class _CheckingPickler(pickle.Pickler):
-    """A pickler that rejects classes and functions of a notebook, a prompt or ``-c``.
-
-    They are pickled by name, and another process would not find the name.
-    """
-
-    def reducer_override(self, found: Any) -> Any:
-        if (
-            isinstance(found, FunctionType | type)
-            and found.__module__ == "__main__"
-            and not hasattr(sys.modules["__main__"], "__file__")
-        ):
-            raise pickle.PicklingError(
-                f"{found.__qualname__} was defined in a notebook, at a prompt or by -c, "
-                "where no other process finds it"
-            )
-        return NotImplemented

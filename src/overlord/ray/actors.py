@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from overlord.concurrency.platform import NODE
-from overlord.errors import JobError
 from overlord.ray.nodes import here, node_here
 from overlord.ray.placement import RayPlace
 from overlord.ray.ray_import import (
@@ -35,14 +34,14 @@ class RayActor(ActorBody):
     def begin(self, spec: LaunchSpec, multi_machine: bool, code: bytes) -> int | None:
         """Serve the calls of the actor until it ends; return its exit code.
 
-        The code is unpickled once the module path is set up.
+        The code is unpacked once the module path is set up.
         """
         os.environ[NODE] = node_here()
         worker = ray_worker.global_worker
         output = WorkerOutput.to_hello(
             here(), (worker.get_err_file_path(), worker.get_out_file_path())
         )
-        return self.serve(spec, here() if multi_machine else "", lambda: unpickle(code), output)
+        return self.serve(spec, here() if multi_machine else "", code, output)
 
 
 def actor_of(place: RayPlace, **named: str) -> Any:
@@ -65,30 +64,6 @@ def _ray_class() -> Any:
     It is created once, since Ray writes every actor class to its head and waits for that.
     """
     return ray.remote(RayActor)
-
-
-def pickled(name: str, code: tuple[Any, ...]) -> bytes:
-    """Return code in pickled form, including definitions of the program's main file.
-
-    Raise ``JobError`` for code that cannot be pickled. ``name`` is the actor that receives it.
-    """
-    try:
-        found: bytes = ray.cloudpickle.dumps(code)
-    except Exception as fault:
-        raise JobError(
-            [
-                f"factory or arguments cannot be sent to another process: {fault}; use "
-                "functions and arguments that can be pickled"
-            ],
-            f"actor {name!r}",
-        ) from fault
-    return found
-
-
-def unpickle(code: bytes) -> tuple[Any, ...]:
-    """Unpickle code. Use it only for code that arrived with the start of a process."""
-    found: tuple[Any, ...] = ray.cloudpickle.loads(code)
-    return found
 
 
 def has_process(actor: Any) -> bool:

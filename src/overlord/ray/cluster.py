@@ -18,7 +18,7 @@ from typing import Any
 
 from overlord.checks import did_you_mean
 from overlord.errors import DataStall, JobError, OverlordError
-from overlord.ray.actors import actor_of, has_process, kill, pickled, unpickle
+from overlord.ray.actors import actor_of, has_process, kill
 from overlord.ray.connection import (
     RayConnection,
     check_program_connection,
@@ -29,7 +29,7 @@ from overlord.ray.connection import (
 from overlord.ray.detached_actors import ask, create_detached, detached_names, find_detached
 from overlord.ray.head import Head
 from overlord.ray.node_choice import Node
-from overlord.ray.nodes import here, living_nodes, node_here
+from overlord.ray.nodes import here, living_nodes
 from overlord.ray.placement import RayPlace
 from overlord.ray.ray_import import ray
 from overlord.ray.timeouts import TIMEOUTS
@@ -46,9 +46,6 @@ __all__ = [
     "head_now",
     "here",
     "kill",
-    "node_here",
-    "pickled",
-    "unpickle",
 ]
 
 log = logging.getLogger("overlord")

@@ -21,11 +21,12 @@ import numpy as np
 from overlord.concurrency.event_loop import ThreadQueue
 from overlord.concurrency.platform import NetworkPlatform, Platform
 from overlord.errors import DataStall, JobError, OverlordError
-from overlord.ray.actors import actor_of, end_process, kill, pickled, reason_of
+from overlord.process.code import pack_code
+from overlord.ray.actors import actor_of, end_process, kill, reason_of
 from overlord.ray.cluster import CLUSTER
 from overlord.ray.connection import warn_if_exposed
 from overlord.ray.node_choice import Node
-from overlord.ray.nodes import here
+from overlord.ray.nodes import here, node_here
 from overlord.ray.placement import RayPlace, room_text
 from overlord.ray.timeouts import TIMEOUTS
 from overlord.ray.worker import LaunchSpec, this_machine
@@ -111,6 +112,10 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         """Return the nodes on which actors can run; empty if the cluster has only this machine."""
         return CLUSTER.nodes() if CLUSTER.multi_machine else []
 
+    def node_here(self) -> str:
+        """Return the id of the node of this process; empty if the cluster has only this machine."""
+        return node_here() if CLUSTER.multi_machine else ""
+
     def pid_here(self, handle: ActorHandle) -> int:
         """Return the pid of an actor that has connected from this machine; 0 for another one."""
         return handle.record.pid if isinstance(handle.record, RayRecord) else 0
@@ -129,7 +134,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
     def _start_actor(
         self, record: RayRecord, factory: Callable[..., Any], args: tuple[Any, ...]
     ) -> ActorHandle:
-        code = pickled(record.name, (factory, args))
+        code = pack_code((factory, args), f"actor {record.name!r}")
         handle = record.handle = ActorHandle(record.name, None, record)
         spec = LaunchSpec(
             name=record.name,

@@ -11,7 +11,7 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 
 from overlord.concurrency.platform import INTERFACE, NODE
 from overlord.errors import ActorLost, FrameError
+from overlord.process.code import build_code
 from overlord.process.exit import exit_now
 from overlord.ray.timeouts import TIMEOUTS
 from overlord.rpc.actors import CONTROL, ActorServer, exit_code
@@ -45,18 +46,17 @@ class LaunchSpec:
 
 
 Call = tuple[int, bytes, list[np.ndarray]]
-Code = tuple[Callable[..., Any], tuple[Any, ...]]  # factory and arguments
 
 
 class ActorBody:
     """The base of the Ray actor class: its one method runs as long as the actor lives."""
 
     def serve(
-        self, spec: LaunchSpec, interface: str, code: Callable[[], Code], output: Mapping[str, Any]
+        self, spec: LaunchSpec, interface: str, code: bytes, output: Mapping[str, Any]
     ) -> int | None:
         """Serve calls until the exit is requested (return None) or the actor exits (its exit code).
 
-        Return 1 if the actor failed to start or to close. ``code`` returns factory and arguments.
+        Return 1 if the actor failed to start or to close. ``code`` has factory and arguments.
         ``output`` names the log files of the process, for the report of its end.
         """
         adopt_environment(spec, interface)
@@ -76,7 +76,7 @@ class ActorBody:
         server = ActorServer(spec.name, calls.reply)
         try:
             # It is connected: from now on a failure or a suspension is detected.
-            if server.build(lambda: _build(*code())):
+            if server.build(lambda: build_code(code)):
                 calls.serve(server)
                 server.close()
         except SystemExit as e:
@@ -87,10 +87,6 @@ class ActorBody:
             calls.close()
             sys.stdout.flush()
             sys.stderr.flush()
-
-
-def _build(factory: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return factory(*args)
 
 
 class CallConnection:

@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.context import ForkServerProcess
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 import numpy as np
 
-from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
+from overlord.errors import ActorLost, DataStall, FrameError, OverlordError
 from overlord.process import forkserver
+from overlord.process.code import build_code, pack_code
 from overlord.process.exit import exit_now
 from overlord.rpc.actors import (
     CONTROL,
@@ -106,16 +106,10 @@ def allocate(nbytes: int) -> np.ndarray:
     return np.empty(nbytes, np.uint8)
 
 
-def serve(
-    sock: socket.socket,
-    name: str,
-    environ: Mapping[str, str],
-    factory: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def serve(sock: socket.socket, name: str, environ: Mapping[str, str], code: bytes) -> None:
     """Run the process of an actor, until the parent exits or requests its exit.
 
-    Factory and arguments are sent when the process starts. Later messages contain no code.
+    ``code`` has factory and arguments. Later messages contain no code.
     """
     # Ctrl-C reaches the whole process group; the parent decides when to exit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -127,11 +121,11 @@ def serve(
     _open_sockets.append(sock)
     _adopt_environment(environ)
     calls = CallSocket(sock)
-    # Report the start: later failures are not caused by the import of the program's main file.
+    # Report the start: later failures are those of the factory.
     calls.reply(CONTROL, *encode((True, None)))
     server = ActorServer(name, calls.reply)
     try:
-        if not server.build(lambda: factory(*args)):
+        if not server.build(lambda: build_code(code)):
             _exit_now(1)
         while True:
             number, header, columns = calls.next_call()
@@ -343,17 +337,18 @@ class ProcessActorSystem(BaseActorSystem[ProcessRecord]):
         self, record: ProcessRecord, factory: Callable[..., Any], args: tuple[Any, ...]
     ) -> ActorHandle:
         self._check_process()
+        code = pack_code((factory, args), f"actor {record.name!r}")
         ours, theirs = socket.socketpair()
         with self._start_lock:
             try:
                 self._check_open(record.name)
                 process = forkserver.process(
                     target=serve,
-                    args=(theirs, record.name, dict(os.environ), factory, args),
+                    args=(theirs, record.name, dict(os.environ), code),
                     name=record.name,
                     daemon=False,
                 )
-                _begin(process, record.name, factory, args)
+                _begin(process, record.name)
             except BaseException:
                 ours.close()
                 raise
@@ -474,43 +469,16 @@ def _reason(record: ProcessRecord, code: int | None) -> str:
     if record.started or code is None or code < 0:
         return how
     return (
-        f"its process ended before it could start ({how}); stderr has the reason; a "
-        f"module may be missing{forkserver.UNGUARDED}"
+        f"its process ended before it could start ({how}); stderr has the reason: correct "
+        "that, and launch again"
     )
 
 
-def _begin(
-    process: ForkServerProcess, name: str, factory: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _begin(process: ForkServerProcess, name: str) -> None:
     try:
         process.start()
     except (EOFError, ConnectionError) as e:
-        raise ActorLost(
-            name, f"the fork server exited before it could start it{forkserver.UNGUARDED}"
-        ) from e
-    except Exception as e:
-        if what := _unsendable(factory, args):
-            remedy = (
-                "use a function or a class of a module, not a lambda or a local one, and "
-                "arguments that can be pickled"
-            )
-            raise JobError(
-                [f"{what} cannot be sent to a process: {e}; {remedy}"], f"actor {name!r}"
-            ) from e
-        raise
-
-
-def _unsendable(factory: Callable[..., Any], args: tuple[Any, ...]) -> str:
-    for what, value in (
-        ("the factory", factory),
-        *((f"argument {i} of the factory", a) for i, a in enumerate(args, 1)),
-    ):
-        try:
-            ForkingPickler.dumps(value)
-        # PicklingError, AttributeError, TypeError, or any error of a user's class.
-        except Exception:
-            return f"{what} {value!r:.80}"
-    return ""
+        raise ActorLost(name, "the fork server exited before it could start it") from e
 
 
 def _pidfd(pid: int | None) -> int:

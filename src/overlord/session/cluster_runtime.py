@@ -1,4 +1,4 @@
-"""The runtime of a session whose coordinator has its own process.
+"""The runtime of a session with a coordinator process, loader workers and constructor workers.
 
 The launching process starts processes and sends requests; it plans nothing. Methods run on the
 event loop of the session, except ``address_for`` and those that ``Runtime`` excepts. They block the
@@ -151,7 +151,10 @@ class PlannedSummary:
 
 
 class ClusterRuntime:
-    """The ``Runtime`` of a job with a coordinator process, which ``launcher`` starts."""
+    """The ``Runtime`` of a job in several processes, on one machine or on Ray.
+
+    ``launcher`` starts the processes.
+    """
 
     def __init__(self, launcher: Launcher, loop: EventLoop, generation: int = 0):
         self._loop, self._number = loop, generation
@@ -267,10 +270,11 @@ class ClusterRuntime:
         self._kill_timer.daemon = True
         self._kill_timer.start()
 
-    def write_beginning(self, beginning: JournalStart) -> None:
+    def begin_journal(self, start: JournalStart, prepared: PreparedJob) -> None:
         """Close the journal of this process, and let the coordinator open it."""
-        beginning.journal.close()
-        self._launcher.open_journal(beginning.anew, beginning.floor, beginning.journal.launch)
+        start.journal.close()
+        if prepared.job.journal is not None:
+            self._launcher.open_journal(start.anew, start.floor, start.journal.launch)
 
     # clients
 
@@ -571,6 +575,3 @@ class ClusterRuntime:
         if self._kill_timer is not None:
             self._kill_timer.cancel()
         self._launcher.close()
-
-    def check(self) -> None:
-        """Do nothing: the coordinator checks its own invariants."""

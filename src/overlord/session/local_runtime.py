@@ -26,7 +26,7 @@ from overlord.constructor.build import StepDocuments
 from overlord.constructor.service import ConstructorService, RankQueue
 from overlord.errors import JobError
 from overlord.job.hooks import CONSTRUCTOR, LOADER, ordered_weights, popped_by
-from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
+from overlord.journal.write_ahead import JournalStart, NullJournal, WriteAheadGate, lose_source
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
 from overlord.loader.service import LoaderService
@@ -121,6 +121,11 @@ class LocalRuntime:
     @journal.setter
     def journal(self, journal: NullJournal) -> None:
         self.gate.journal = journal
+
+    def begin_journal(self, start: JournalStart, prepared: PreparedJob) -> None:
+        """Write the start of the stream to the journal, before any step is planned."""
+        start.append(self.planner.state(), prepared)
+        self.journal = start.journal
 
     def run(self, commands: Sequence[Any] = ()) -> None:
         self.commands.run(commands)

@@ -12,7 +12,7 @@ from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
 from overlord.concurrency.platform import Platform
 from overlord.errors import JobError
 from overlord.job.job import Job
-from overlord.journal.write_ahead import NullJournal
+from overlord.journal.write_ahead import JournalStart, NullJournal
 from overlord.messages.control import Report, SourceLost, StreamState
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource, RecentPlans
@@ -51,7 +51,8 @@ class Runtime(Protocol):
     on_lost: list[Callable[[SourceLost], None]]  # called with every source whose storage failed
     on_late: list[Callable[[Any], None]]  # called with events that were applied after a timeout
     on_taken: Callable[[int, int], None]  # called with (rank, step) that a worker reports as taken
-    journal: NullJournal  # of this process: plans are written before any of them is executed
+    # of this process: plans are written before any of them is executed
+    journal: NullJournal
 
     @property
     def planner(self) -> Planner | CoordinatorClient: ...
@@ -64,6 +65,9 @@ class Runtime(Protocol):
     @property
     def actor_system(self) -> ActorSystem | None:
         """The actor system that started the workers; None without workers."""
+
+    def begin_journal(self, start: JournalStart, prepared: PreparedJob) -> None:
+        """Write the start of the stream to the journal, before any step is planned."""
 
     # clients
     def attach(self, mailboxes: Mapping[int, Any]) -> None: ...
@@ -123,39 +127,22 @@ def start_runtime(
 ) -> Runtime:
     """Start a runtime at a state, or at the start of the stream; its commands run on ``loop``."""
     if runtime != "local":
-        return _cluster_runtime(
-            *start_actor_system(runtime, prepared), prepared, state, loop, generation
-        )
+        # for runtimes with processes only
+        from overlord.cluster.launcher import Launcher
+        from overlord.session.cluster_runtime import ClusterRuntime
+
+        control, machine = start_actor_system(runtime, prepared)
+        try:
+            launcher = Launcher(prepared, generation, control, machine)
+            return ClusterRuntime(launcher, loop, generation).begin(state)
+        except BaseException:
+            control.shutdown(INTERRUPTED_S)
+            raise
     executor = ThreadExecutor(n_workers(prepared.options), loop)
     try:
         return LocalRuntime(prepared, executor, state)
     except BaseException:
         executor.close()
-        raise
-
-
-def _cluster_runtime(
-    control: ActorSystem,
-    machine: Platform,
-    prepared: PreparedJob,
-    state: StreamState | None,
-    loop: EventLoop,
-    generation: int,
-) -> Runtime:
-    # imported for runtimes with processes only
-    from overlord.cluster.coordinator import Coordinator
-    from overlord.cluster.launcher import Launcher
-    from overlord.session.cluster_runtime import ClusterRuntime
-
-    options = prepared.options
-    try:
-        if prepared.job.journal is not None and options.failover:
-            # with a journal the coordinator can be restarted, so it has its own process
-            launcher = Launcher(prepared, generation, control, machine)
-            return ClusterRuntime(launcher, loop, generation).begin(state)
-        return Coordinator(prepared, state, control, loop, generation, machine).start()
-    except BaseException:
-        control.shutdown(INTERRUPTED_S)
         raise
 
 

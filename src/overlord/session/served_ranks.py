@@ -23,6 +23,8 @@ from overlord.session.runtime import Runtime
 
 log = logging.getLogger("overlord")
 
+PLANNED_S = 2.0  # seconds for the state after a step to arrive from the coordinator
+
 POLL_S = 0.05  # seconds between checks for clients that have closed
 
 
@@ -85,7 +87,8 @@ class ServedRanks:
             int, StreamState
         ] = {}  # states after steps that some client has not taken
         self._last = -1  # last planned step that is not skipped
-        self._lock = threading.Lock()  # guards the fields above; no other lock is taken under it
+        # guards the fields above; no other lock is taken under it. It is notified of each new state
+        self._lock = threading.Condition(threading.Lock())
         self.server = SessionServer(
             self,
             name=running.job.name,
@@ -246,6 +249,7 @@ class ServedRanks:
         with running.lock, self._lock:
             assert isinstance(stage.after, StreamState)
             self._states[step] = stage.after
+            self._lock.notify_all()
             if not stage.skipped:
                 self._last = max(step, self._last)
             acked = running.generation.acked
@@ -453,12 +457,25 @@ class ServedRanks:
     def detach(self, rank: int, took: tuple[int, int]) -> None:
         self._closed.add(rank)
         generation, step = took
+        self._wait_for_state(rank, generation, step)
         with self._running.lock, self._lock:  # its last ack may arrive later
             client = self._client_or_none(rank)
             if client is not None and generation == self._running.generation.number:
                 client.position = self._states.get(step, client.position)
         self._running.detach(rank)
         self.server.forget(rank)
+
+    def _wait_for_state(self, rank: int, generation: int, step: int) -> None:
+        """Wait for the state after a step that a rank took, for at most PLANNED_S.
+
+        The coordinator sends it when it plans the step, and a worker may deliver the step sooner.
+        """
+        client = self._client_or_none(rank)
+        if client is None or generation != self._running.generation.number:
+            return
+        with self._lock:
+            known = client.position.step > step
+            self._lock.wait_for(lambda: known or step in self._states, PLANNED_S)
 
 
 def _few(ranks: list[int]) -> str:

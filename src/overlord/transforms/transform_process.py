@@ -10,7 +10,6 @@ execute code.
 
 from __future__ import annotations
 
-import pickle
 import signal
 import socket
 import struct
@@ -27,7 +26,8 @@ import pyarrow as pa
 from overlord.checks import where_raised
 from overlord.errors import ActorLost, DataStall, TransformError
 from overlord.process import forkserver
-from overlord.process.forkserver import UNGUARDED, describe_exit
+from overlord.process.code import pack_code, unpack_code
+from overlord.process.forkserver import describe_exit
 from overlord.sample import Column, Items, Ragged
 from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.transforms.pipeline import Pipeline
@@ -216,10 +216,10 @@ class TransformWorker:
     def _lost(self, stage: str) -> NoReturn:
         code = self._end_child()
         how = describe_exit(code)
-        when = "before it started" if stage == "start" else "during a batch"
-        raise ActorLost(
-            self.name, f"its process ended {when} ({how}){UNGUARDED if stage == 'start' else ''}"
-        )
+        when = "during a batch"
+        if stage == "start":
+            when, how = "before it started", f"{how}; stderr has the reason"
+        raise ActorLost(self.name, f"its process ended {when} ({how})")
 
     def _end_child(self, wait_s: float = TIMEOUTS.close_s) -> int | None:
         assert self._child is not None
@@ -241,18 +241,10 @@ class TransformWorker:
 
 
 def _spawn(pipeline: Pipeline, name: str, deadline_s: float) -> _Child:
-    for transform in pipeline.transforms:
-        try:
-            pickle.dumps(transform)
-        except Exception as fault:  # pickle raises PicklingError, AttributeError or TypeError
-            problem, remedy = (
-                f"expected a transform that can be pickled for a transform process, got: {fault}",
-                "use a function of a module, not a lambda or an inner function",
-            )
-            raise TransformError(pipeline.source, repr(transform), problem, remedy) from fault
+    code = pack_code(pipeline, f"source {pipeline.source!r}")
     ours, theirs = forkserver.context().Pipe(duplex=True)
     _set_deadline(ours, deadline_s)
-    process = forkserver.process(target=_serve, args=(theirs, pipeline), name=name, daemon=True)
+    process = forkserver.process(target=_serve, args=(theirs, code), name=name, daemon=True)
     try:
         process.start()
     except BaseException:
@@ -274,11 +266,12 @@ def _set_deadline(pipe: Connection, seconds: float) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
 
-def _serve(pipe: Connection, pipeline: Pipeline) -> None:
+def _serve(pipe: Connection, code: bytes) -> None:
     """Serve calls in the child until the pipe closes; an exit of the parent closes it too."""
     # Ctrl-C reaches the whole process group; the parent decides when the child exits.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     forkserver.die_with_parent()  # also ends the child in the middle of a batch
+    pipeline: Pipeline = unpack_code(code)
     try:
         _send(pipe, Reply(), [])
         while True:

@@ -1,5 +1,5 @@
-"""The launching process of a simulated job, and the coordinator's: in it, or, where there is a
-journal to come back from, one of its own.
+"""The launching process of a simulated job, and the coordinator's, which is started again where
+there is a journal to come back from.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from overlord.messages.control import LoaderStart, Report, SetMixture, Skip, Str
 from overlord.messages.data import checked_report
 from overlord.messages.launcher import ReportsRequested
 from overlord.planning.mixture import EventLog
+from overlord.planning.registrations import Registrations
 from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
 from overlord.setup.prepared_job import PreparedJob
@@ -128,8 +129,7 @@ class Launched:
         )
         self._hand: Hand | None = None
         self._found: list[Any] = []  # events in the journal
-        says = cluster.disk is not None and cluster.scenario.sayings
-        self._elsewhere = Elsewhere(self) if says else None
+        self._elsewhere = Elsewhere(self) if cluster.scenario.sayings else None
         self.start_planner()
 
     def again(self) -> Launched:
@@ -143,10 +143,10 @@ class Launched:
     def start_planner(self, reason: str = "") -> None:
         self.incarnation += 1
         world, net = self.world, self.cluster.net
+        self.planner = world.start("planner")
+        self.process.on_end.append(self.planner.kill)
+        planner, incarnation = self.planner, self.incarnation
         if self.cluster.disk is not None:
-            self.planner = world.start("planner")
-            self.process.on_end.append(self.planner.kill)
-            planner, incarnation = self.planner, self.incarnation
             self.planner.on_end.append(
                 lambda: world.at(
                     world.delay(0.002), lambda: self._missed(planner, incarnation), self.process
@@ -213,8 +213,7 @@ class Launched:
             self._elsewhere.is_there(actor)
             pump.start(self.cluster.broke, events.answer)
         if not self.incarnation:
-            pump.post(lambda: host.attach(dict.fromkeys(self.cluster.ranks)))
-        if self.cluster.disk is None or not self.incarnation:
+            pump.post(lambda: host.attach(self.cluster.ranks))
             for report in self.said.values():  # that the same launch was told before
                 self._say(report)
         self._pass_on()
@@ -223,23 +222,8 @@ class Launched:
     def _make_host(self, reason: str) -> Coordinator:
         cluster = self.cluster
         if cluster.disk is None:
-            blueprint = self.blueprint.with_loaders(
-                self.hosting.loaders, read_ahead_of(self.hosting)
-            )
-            settings = settings_of(blueprint, self.hosting, self.token, self.session, self.machine)
-            starter = WorkerFactory(
-                self.control, lambda: blueprint, settings, self.hosting, self.constructor_of
-            )
-            host = Coordinator(
-                self.blueprint,
-                self._initial,
-                self.control,
-                self.pump,
-                self.session,
-                self.machine,
-                starter,
-            )
-            return host.start()
+            given = self._given_to_planner(self._initial, reason, self.blueprint)
+            return first_coordinator(*given, self.machine, send=self._hears)  # type: ignore[arg-type]
         journal, found = self._open_journal(cluster.disk)
         if self.incarnation:
             self._found = found.events
@@ -250,7 +234,7 @@ class Launched:
             if not found.empty:
                 journal.write_start(host.planner.state(), host.prepared)
             else:
-                JournalStart(journal, anew=self._anew).write(host, host.prepared)
+                _begin_journal(host, JournalStart(journal, anew=self._anew))
             return takeover.roll_back()
         blueprint, state, beginning = (
             self.blueprint,
@@ -264,7 +248,8 @@ class Launched:
             cluster.resumed(self, state)
         given = self._given_to_planner(state, reason, blueprint.with_floor(beginning.floor))
         host = first_coordinator(*given, self.machine, send=self._hears)  # type: ignore[arg-type]
-        beginning.write(host, host.prepared)
+        _begin_journal(host, beginning)
+        host.journal = journal
         return host
 
     def _open_journal(self, disk: SimDisk) -> tuple[JobJournal, Recovered]:
@@ -289,6 +274,7 @@ class Launched:
         starter = Living(factory, self.control, self.kits)
         self.kit = CoordinatorConfig(
             prepared=PlannerJob(blueprint),
+            registered=Registrations.here(),
             state=state,
             loader_placement=self.hosting,
             token=self.token,
@@ -322,10 +308,6 @@ class Launched:
         """
         if not self.process.alive:
             raise ActorLost("the session", "nobody answers at the front door")
-        if self.cluster.disk is None:
-            if self.host is None:
-                raise DataStall("the session to start", 0.0)
-            return self.host.address_for(rank)
         name = f"constructor-worker/{self.constructor_of[self._bucket_of[rank]]}"
         actor = self.family.actor(name)
         if not isinstance(actor, ConstructorWorker):
@@ -336,10 +318,7 @@ class Launched:
         report = checked_report(rank, step, self.cluster.scenario.report(rank, step), step + 1)
         self.said[report.step, report.rank] = report
         self.log.expect(report)  # trainers keep the promise of ``planning/mixture.py``
-        if self.cluster.disk is not None:
-            self._send(lambda host: self._take(host, report))
-        elif self.host is not None:
-            self._say(report)
+        self._send(lambda host: self._take(host, report))
 
     # To a coordinator in another process by the event loop of this one: the next word when the one
     # before it is heard, by this planner or the next.
@@ -377,7 +356,8 @@ class Launched:
     def say(
         self, event: SetMixture | Skip, answered: Callable[[OverlordError | None], None]
     ) -> None:
-        """Of whoever has the session in hand, and waits."""
+        """Of whoever has the session in hand, and waits: in the turn of its event loop."""
+        assert self._elsewhere is not None
         hand = self._hand = self._hand or Hand(self, self._elsewhere)
 
         def work() -> None:
@@ -388,10 +368,7 @@ class Launched:
             else:
                 answered(None)
 
-        if self._elsewhere is None:
-            self.world.spawn(self.process, work)
-        else:
-            self._send(Errand(work))
+        self._send(Errand(work))
 
     def report_late(self, rank: int, step: int) -> None:
         """What the plan of the step this rank took last would have used: nobody may use it now,
@@ -435,3 +412,11 @@ class Launched:
             ):  # a last write that is torn ends the coordinator, which was to end anyway
                 self.host.journal.close(-1 if taken is None else taken)
         self.process.kill()
+
+
+def _begin_journal(host: Coordinator, start: JournalStart) -> None:
+    try:
+        start.append(host.planner.state(), host.prepared)
+    except BaseException:
+        host.close()
+        raise

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +25,7 @@ from overlord.session.generation import Generation
 from tests.simulation.world.control import SimControl
 from tests.simulation.world.scenario import Saying
 from tests.simulation.world.virtual import SimMachine
-from tests.simulation.world.world import Process, World
+from tests.simulation.world.world import Process
 
 if TYPE_CHECKING:
     from tests.simulation.world.cluster import Cluster
@@ -71,28 +70,6 @@ class Elsewhere:
         self._launcher.accept_calls()
 
 
-class _Beside:
-    """The event loop of a session whose planner is in the same process: whoever asks it waits."""
-
-    def __init__(self, world: World, pump: EventLoop):
-        self._world, self._pump = world, pump
-
-    def call(self, call: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
-        answer = Future[Any]()
-
-        def run() -> None:
-            try:
-                answer.set_result(call())
-            except Exception as error:
-                answer.set_exception(error)
-
-        self._pump.post(run)
-        self._world.wait(timeout_s, lambda wake: answer.add_done_callback(lambda _: wake()))
-        if not answer.done():
-            raise DataStall(what, timeout_s)
-        return answer.result()
-
-
 class _Here:
     """The event loop of a session whose planner is elsewhere: what it is asked it does in its turn
     (``launched.py``), and may wait.
@@ -105,12 +82,11 @@ class _Here:
 class _Target:
     """A simulated session, as far as its users send events to it."""
 
-    def __init__(self, launched: Launched, elsewhere: Elsewhere | None):
+    def __init__(self, launched: Launched, elsewhere: Elsewhere):
         self._launched = launched
-        self.loop = _Here() if elsewhere is not None else _Beside(launched.world, launched.pump)
+        self.loop = _Here()
         self.lock = threading.RLock()
-        runtime = cast(Any, launched.host if elsewhere is None else elsewhere.runtime)
-        prepared = launched.blueprint
+        runtime, prepared = cast(Any, elsewhere.runtime), launched.blueprint
         start = cast(StreamState, None)  # clients of the simulation know their steps themselves
         self.generation = Generation(0, prepared, runtime, start, "", launched.log, {})
 
@@ -124,8 +100,7 @@ class _Target:
 class Hand:
     """Sends the events of a user to a simulated session."""
 
-    def __init__(self, launched: Launched, elsewhere: Elsewhere | None):
-        assert launched.host is not None or elsewhere is not None
+    def __init__(self, launched: Launched, elsewhere: Elsewhere):
         target = _Target(launched, elsewhere)
         self._events = UserEvents(cast(EventTarget, target))
         target.generation.runtime.on_late += [self._events.note, launched.cluster.people.heard_late]

@@ -119,6 +119,16 @@ def register_balance(
     _METHODS[name] = fn if capacity_aware else _by_cost_alone(fn)
 
 
+def registered() -> dict[str, BalanceFn]:
+    """Return the balance methods that users registered in this process."""
+    return {name: fn for name, fn in _METHODS.items() if name not in BUILT_IN}
+
+
+def restore(methods: Mapping[str, BalanceFn]) -> None:
+    """Register balance methods that another process has registered."""
+    _METHODS.update(methods)
+
+
 def _by_cost_alone(fn: Callable[[np.ndarray, int], np.ndarray]) -> BalanceFn:
     def method(costs: np.ndarray, n_bins: int, capacity: int, sizes: np.ndarray) -> np.ndarray:
         return fn(costs, n_bins)

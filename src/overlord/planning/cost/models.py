@@ -434,6 +434,16 @@ def register_cost(name: str, fn: CostFn) -> None:
     _REGISTERED[name] = fn
 
 
+def registered() -> dict[str, CostFn]:
+    """Return the costs that users registered in this process."""
+    return dict(_REGISTERED)
+
+
+def restore(costs: Mapping[str, CostFn]) -> None:
+    """Register costs that another process has registered."""
+    _REGISTERED.update(costs)
+
+
 def named(cost: CostFn | str) -> CostFn:
     """Return a cost by its name, or the function itself; raise for an unknown name."""
     if callable(cost):

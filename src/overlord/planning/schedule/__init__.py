@@ -161,6 +161,16 @@ def register_schedule(name: str, factory: Callable[..., Any]) -> Callable[..., R
     return lambda **arguments: make(name, **arguments)
 
 
+def registered() -> dict[str, Callable[..., Any]]:
+    """Return the factories that users registered in this process."""
+    return dict(_registered)
+
+
+def restore(factories: Mapping[str, Callable[..., Any]]) -> None:
+    """Register factories that another process has registered."""
+    _registered.update(factories)
+
+
 def factories() -> dict[str, Callable[..., Any]]:
     """Return the factories of all named schedules, built-in and registered."""
     return {**BUILT_IN, **_registered}
