@@ -62,6 +62,11 @@ class Ragged:
         return self.offsets[1:] - self.offsets[:-1]  # np.diff takes five times as long
 
     @property
+    def joined(self) -> Ragged:
+        """This column; a ``RaggedParts`` has a copy here."""
+        return self
+
+    @property
     def nbytes(self) -> int:
         # item() returns Python ints in a third of the time
         return (self.offsets.item(-1) - self.offsets.item(0)) * self.values.itemsize
@@ -128,6 +133,46 @@ class Ragged:
         return Ragged(np.concatenate(arrays) if arrays else np.zeros(0, dtype or np.int64), offsets)
 
 
+class RaggedParts:
+    """Several ragged columns as one, which is not copied before ``joined`` is read.
+
+    Rows and offsets are those of ``Ragged.concat(parts)``. There must be at least two parts.
+    """
+
+    __slots__ = ("_joined", "_parts", "bounds", "offsets")
+
+    def __init__(self, parts: Sequence[Ragged]):
+        sizes = [p.offsets.item(-1) - p.offsets.item(0) for p in parts]
+        self._parts = parts
+        self._joined: Ragged | None = None
+        # int64: the first value of each part among all values, then their number
+        self.bounds = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum(sizes, out=self.bounds[1:])
+        shifts = zip(parts, self.bounds.tolist(), strict=False)
+        self.offsets = np.concatenate(
+            [p.offsets[:-1] + (at - p.offsets.item(0)) for p, at in shifts] + [self.bounds[-1:]]
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def pieces(self) -> list[np.ndarray]:
+        """The values of each part, as views."""
+        return [p.values[p.offsets.item(0) : p.offsets.item(-1)] for p in self._parts]
+
+    @property
+    def joined(self) -> Ragged:
+        """One column with a copy of all values, made at the first access."""
+        if self._joined is None:
+            self._joined = Ragged(np.concatenate(self.pieces), self.offsets)
+        return self._joined
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self._parts)
+
+
 class Items(NamedTuple):
     """Items of documents, such as images: the bytes of each item, document by document."""
 
@@ -187,6 +232,13 @@ class Content:
             + (0 if self.items is None else self.items.bytes.nbytes)
             + (0 if self.weights is None else self.weights.nbytes)
         )
+
+    def bytes_before(self, document: int) -> int:
+        """Return the bytes of the documents before ``document``."""
+        if self.items is not None or self.weights is not None:
+            return self.slice(0, document).nbytes
+        offsets = self.tokens.offsets
+        return (offsets.item(document) - offsets.item(0)) * self.tokens.values.itemsize
 
     def slice(self, start: int, stop: int) -> Content:
         """Return documents ``start`` to ``stop - 1`` as views, without a copy."""
