@@ -12,6 +12,7 @@ Documents have 150, 424 and 2000 tokens. Compact build: 1.6, 0.8, 0.4; expansion
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,7 @@ from overlord.constructor.pack import (
     new_buffer,
     with_document_arrays,
 )
+from overlord.constructor.payload_views import PayloadViews
 from overlord.constructor.rank_views import PER_TOKEN
 from overlord.mesh import Batch
 from overlord.messages.data import CompactLayout
@@ -45,6 +47,13 @@ DTYPE = {
     "loss_mask": np.float32,
     "attention_mask": np.bool_,
 }
+
+
+@lru_cache(maxsize=64)
+def _kinds_of(keys: tuple[str, ...]) -> tuple[tuple[tuple[str, int, np.dtype], ...], int]:
+    """Return name, bytes of a token and type of each array, and the bytes of a token in all."""
+    kinds = tuple((key, ITEMSIZE[key], np.dtype(DTYPE[key])) for key in keys)
+    return kinds, sum(itemsize for _, itemsize, _ in kinds)
 
 
 def smallest_id_type(pieces: Sequence[np.ndarray]) -> np.dtype:
@@ -155,9 +164,7 @@ def for_view(
         return batch, layout
     keys = tuple(key for key in layout.keys if view.has(key))
     layout = CompactLayout(keys, layout.labels, layout.context)
-    ids = bool(set(layout.keys) - {"attention_mask"})  # a middle stage needs no ids
-    labels = "labels" in layout.keys
-    wanted = {IDS: ids, NEXT_IDS: labels}
+    wanted = {IDS: layout.has_ids, NEXT_IDS: "labels" in layout.keys}
     return batch.only(lambda key: view.has(key) and wanted.get(key, True)), layout
 
 
@@ -210,12 +217,22 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
 class Expander:
     """The expander of a bucket's compact microbatches; it holds the last expanded one."""
 
-    __slots__ = ("_allocate", "_empty", "_layout", "_room", "last")
+    __slots__ = ("_allocate", "_empty", "_first", "_layout", "_payload", "_room", "last")
 
     def __init__(
-        self, layout: CompactLayout, empty: np.ndarray, allocate: Callable[[int], np.ndarray]
+        self,
+        layout: CompactLayout,
+        empty: np.ndarray,
+        allocate: Callable[[int], np.ndarray],
+        payload: PayloadViews | None = None,
+        first: int = 0,
     ):
+        """``payload``: the ids, if they are not in the cuts; its microbatch ``first`` is number 0.
+
+        ``empty``: mask of microbatches without documents.
+        """
         self._layout, self._empty, self._allocate = layout, empty.tolist(), allocate
+        self._payload, self._first = payload, first
         self._room = 0  # tokens of the largest microbatch: its memory fits any of them
         # Number and arrays of the expanded microbatch; -1: none.
         self.last: tuple[int, dict[str, np.ndarray]] = (-1, {})
@@ -233,7 +250,9 @@ class Expander:
 
     def expand(self, m: int, cut: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         self.last = (-1, {})  # first, so that its memory can be reused
-        made = expand(cut, self._layout, self._empty[m], self._allocate, self._room)
+        at = self._first + m
+        copy = None if self._payload is None else partial(self._payload.copy, at, at + 1)
+        made = expand(cut, self._layout, self._empty[m], self._allocate, self._room, copy)
         self.last = (m, made)
         return made
 
@@ -244,30 +263,37 @@ def expand(
     empty: bool,
     allocate: Callable[[int], np.ndarray] = new_buffer,
     room: int = 0,
+    copy: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the per-token arrays of one compact microbatch, read-only.
 
     ``empty``: the microbatch has no documents. ``room``: least number of tokens to allocate.
+    ``copy``: fill an array with the ids, if they are not in ``cut``, and return it.
     """
     true, size = cut["cu_seqlens"], cut["cu_seqlens_padded"]
-    total, made, at = int(size[-1]), dict[str, np.ndarray](), 0
-    piece = allocate(max(total, room) * sum(ITEMSIZE[key] for key in layout.keys))
-    for key in layout.keys:
-        end = at + total * ITEMSIZE[key]
-        made[key], at = piece[at:end].view(DTYPE[key]), end
+    total, made, at = size.item(-1), dict[str, np.ndarray](), 0
+    kinds, token_bytes = _kinds_of(layout.keys)
+    piece = allocate(max(total, room) * token_bytes)
+    for key, itemsize, dtype in kinds:
+        end = at + total * itemsize
+        made[key], at = piece[at:end].view(dtype), end
     ids = cut[IDS].reshape(-1) if IDS in cut else None
+    if copy is not None and layout.has_ids:
+        ids = copy(made["tokens"] if "tokens" in made else np.empty(total, np.int64))
     if "tokens" in made:
-        made["tokens"][:] = ids
+        if copy is None:
+            made["tokens"][:] = ids
         _fill_positions(made["position_ids"], size)
     if "labels" in made:
         assert ids is not None
-        held = true[1:] - true[:-1]
-        if cut["source_ids"][-1] < 0:  # documents that only fill a fixed shape
+        fills = cut["source_ids"].item(-1) < 0  # documents that only fill a fixed shape
+        held = true[1:] - true[:-1] if fills or true.item(-1) < total else None
+        if fills and held is not None:
             held[cut["source_ids"] < 0] = 0
         _fill_labels(made["labels"], made["loss_mask"], ids, held, size, layout.labels, empty)
         if NEXT_IDS in cut and layout.labels == "shifted":
             known = np.flatnonzero(cut[NEXT_IDS] >= 0)
-            ends = (size[:-1] + held)[known] - 1
+            ends = (size[1:] if held is None else size[:-1] + held)[known] - 1
             made["labels"][ends] = cut[NEXT_IDS][known]
             made["loss_mask"][ends] = 1
     if "attention_mask" in made:
@@ -285,9 +311,8 @@ def _fill_positions(position: np.ndarray, size: np.ndarray) -> None:
     n, total = len(size) - 1, len(position)
     count = _numbers(total)
     if total < SLICE_FROM * n:
-        np.subtract(
-            count[:total], np.repeat(size[:-1].astype(np.int64), size[1:] - size[:-1]), out=position
-        )
+        starts = size[:-1].astype(np.int64)
+        np.subtract(count[:total], starts.repeat(size[1:] - size[:-1]), out=position)
     else:
         for a, b in pairwise(size.tolist()):
             position[a:b] = count[: b - a]
@@ -297,12 +322,15 @@ def _fill_labels(
     labels: np.ndarray,
     loss_mask: np.ndarray,
     ids: np.ndarray,
-    held: np.ndarray,
+    held: np.ndarray | None,
     size: np.ndarray,
     convention: str,
     empty: bool,
 ) -> None:
-    """Fill labels and mask of documents with ``held`` tokens each, without the padding."""
+    """Fill labels and mask of documents with ``held`` tokens each, without the padding.
+
+    ``held`` is None if there is no padding.
+    """
     if empty:
         labels.fill(IGNORE)
         loss_mask.fill(0)
@@ -313,10 +341,10 @@ def _fill_labels(
         labels[:-1] = ids[1:]
     else:
         labels[:] = ids
-    excluded = size[:-1] + held - 1 if shifted else size[:-1]
-    if not held[-1]:
-        excluded = excluded[held > 0]
-    if held.sum() != size[-1]:
+    if held is None:
+        excluded = size[1:] - 1 if shifted else size[:-1]
+    else:
+        excluded = (size[:-1] + held - 1 if shifted else size[:-1])[held > 0]
         excluded = np.concatenate([excluded, _padding(held, size)])
     loss_mask.fill(1)
     labels[excluded] = IGNORE

@@ -57,7 +57,7 @@ from overlord.messages.data import (
 )
 from overlord.planning.images import Encodings
 from overlord.planning.spec import NewSource, RecentPlans
-from overlord.sample import Content, Ragged, Scattered
+from overlord.sample import Content, Ragged, RaggedParts, Scattered
 from overlord.transforms.transform_process import TransformWorker
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class LocalRuntime:
             images=self._images,
             broadcast=options.broadcast,
             spoiled=self.event,
+            in_place=True,
         )
         if options.memory is not None and options.ring_bytes is not None:
             self.building.slabs = BufferPool(options.ring_bytes)
@@ -242,7 +243,8 @@ class LocalRuntime:
         if stage.kept is not None or stage.plan.offset is not None:
             pieces = [_copied(pieces, stage)]
             stage = replace(stage, doc=np.arange(len(stage.doc)))
-        tokens = Ragged.concat([p.tokens for p in pieces])
+        columns = [p.tokens for p in pieces]
+        tokens = RaggedParts(columns) if len(columns) > 1 else Ragged.concat(columns)
         staged = StepDocuments(stage, tokens, weights=Content.weights_of(pieces))
         if self._images is not None:
             staged = self._with_images(staged, Scattered.of(pieces))
@@ -273,7 +275,7 @@ class LocalRuntime:
 
     def _popped(self, staged: StepDocuments) -> StepDocuments:
         doc, tokens = popped_by(
-            self._pop_hooks, staged.plan, staged.stage.doc, staged.tokens, self._seed
+            self._pop_hooks, staged.plan, staged.stage.doc, staged.tokens.joined, self._seed
         )
         weights = ordered_weights(staged.plan, staged.stage.doc, staged.weights)
         return replace(staged, stage=replace(staged.stage, doc=doc), tokens=tokens, weights=weights)
@@ -372,6 +374,7 @@ class LocalRuntime:
 
     def use_buffers(self, buffers: Any) -> None:
         self.building.slabs = buffers
+        self.building.in_place = False  # arrays are built where other processes can map them
 
     def listen(self, host: str, token: str) -> None:
         """Do nothing: there are no constructor workers."""
