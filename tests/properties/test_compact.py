@@ -72,7 +72,7 @@ def opened(step: Mapping[str, Any], view: View, slab: Any = new_buffer) -> list[
     return Expander(form, empty, slab).microbatches(BatchArrays.of_part(*wide.part(0, n)).cut(0, n))
 
 
-def payload_of(step: Mapping[str, Any], parted: bool) -> Ragged | RaggedParts:
+def payload_of(step: Mapping[str, Any], parted: bool) -> Ragged:
     """The ids as one column, or cut wherever no document goes across, as readers hand them on."""
     values, start, stop = step["values"], step["start"], step["start"] + step["length"]
     if step.get("continues") is not None:

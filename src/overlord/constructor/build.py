@@ -27,7 +27,7 @@ from overlord.messages.data import CompactLayout, DecodeFailures, StepInfo
 from overlord.plan.module_ranks import OUTSIDE, bucket_by_rank, view_by_rank
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.view import ALL, View, views_of
-from overlord.sample import Ragged, RaggedParts, Scattered
+from overlord.sample import Ragged, Scattered
 
 # Start and length of each document in the payload, its microbatch, number of microbatches, source
 # of each document.
@@ -45,7 +45,7 @@ class StepDocuments:
     """
 
     stage: PlannedStep
-    tokens: Ragged | RaggedParts
+    tokens: Ragged
     items: Scattered | None = None
     # int64 [n, 5]: tokens that are not predicted (``exclusions.py``)
     excluded: np.ndarray | None = None
@@ -251,13 +251,7 @@ def _build_tasks(
     bucket_of = _buckets_of_ranks(place, None, info.axis)
     buckets = sorted({bucket_of[rank] for ranks in groups.values() for rank in ranks})
     built = build_pieces(
-        staged.plan,
-        staged.stage.doc,
-        staged.tokens.joined,
-        buckets,
-        batch,
-        allocate,
-        staged.weights,
+        staged.plan, staged.stage.doc, staged.tokens, buckets, batch, allocate, staged.weights
     )
     if staged.excluded is not None and len(staged.excluded):
         spans = spans_of_pieces(staged.excluded, staged.plan.main, built.samples, built.bounds)
@@ -366,7 +360,7 @@ def _build_views(
                 staged.tokens, documents(*spans, batch, multiple, on), batch
             )
         else:
-            values = staged.tokens.joined.values
+            values = staged.tokens.values
             whole = build_compact(values, *spans, batch, multiple, allocate, on)
         built = _with_document_keys(whole, staged, rows), layout_of(batch)
         made = {view: for_view(*built, view) for view in views}
@@ -375,7 +369,7 @@ def _build_views(
             {view: form for view, (_, form) in made.items()},
         )
     elif cp == 1:
-        values = staged.tokens.joined.values
+        values = staged.tokens.values
         made_whole = build_arrays(
             values, *spans, batch, multiple, allocate, staged.weight_values, on
         )
@@ -384,7 +378,7 @@ def _build_views(
         by_view = {view: of_stage(whole, view) for view in views}
     else:
         ranks = sorted({view.cp_rank for view in views})
-        values = staged.tokens.joined.values
+        values = staged.tokens.values
         built_slices = build_slices(
             values, *spans, batch, multiple, allocate, cp, ranks, staged.weight_values, on
         )
@@ -426,7 +420,7 @@ def build_buckets(
         """Build ``n`` microbatches from number ``first`` on; ``rows[a:b]`` are their documents."""
         spans = _spans(staged, rows[a:b], place[a:b] - first, n)
         on = _continues(staged, rows[a:b])
-        values = staged.tokens.joined.values
+        values = staged.tokens.values
         made = build_arrays(values, *spans, batch, multiple, allocate, staged.weight_values, on)
         made = _with_document_keys(made, staged, rows[a:b])
         return _with_exclusions(made, staged, buckets, first, batch)
@@ -509,7 +503,7 @@ def _with_document_keys(
 
 def _documents_of_rows(staged: StepDocuments, rows: np.ndarray) -> Ragged:
     """Return the tokens of the documents of some plan rows."""
-    tokens = staged.tokens.joined.take(staged.stage.doc[rows])
+    tokens = staged.tokens.take(staged.stage.doc[rows])
     if (documents := staged.plan.documents) is None:
         return tokens
     sizes = documents.take(rows).sizes(tokens.lengths)

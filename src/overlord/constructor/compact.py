@@ -26,6 +26,7 @@ from overlord.constructor.pack import (
     SLICE_FROM,
     documents,
     new_buffer,
+    numbers,
     with_document_arrays,
 )
 from overlord.constructor.payload_views import PayloadViews
@@ -39,6 +40,7 @@ IDS = "ids"  # the only per-token array; never a key of a microbatch
 HIDDEN = (IDS, NEXT_IDS)  # arrays from which others are expanded
 # Mean tokens per document from which a slice per document costs less than gathering by index.
 JOIN_FROM = 100
+PACKED = tuple(key for key in PER_TOKEN if key != "attention_mask")  # arrays of the packed layout
 ITEMSIZE = {"tokens": 8, "position_ids": 8, "labels": 8, "loss_mask": 4, "attention_mask": 1}
 DTYPE = {
     "tokens": np.int64,
@@ -147,9 +149,7 @@ def layout_of(batch: Batch) -> CompactLayout:
     """Return the layout from which whole microbatches are expanded."""
     padded = batch.layout == "padded"
     return CompactLayout(
-        tuple(key for key in PER_TOKEN if padded or key != "attention_mask"),
-        batch.labels,
-        batch.context if padded else 0,
+        PER_TOKEN if padded else PACKED, batch.labels, batch.context if padded else 0
     )
 
 
@@ -171,8 +171,9 @@ def for_view(
 class ExpandedMicrobatch(Mapping[str, np.ndarray]):
     """A compact microbatch with the keys of an expanded one.
 
-    Only the most recently accessed microbatch of a bucket stays expanded. A trainer that uses
-    microbatches in turn needs memory for one or two of them. Arrays that it keeps stay valid.
+    Only the most recently accessed microbatch of a bucket stays expanded, or the run of
+    ``PayloadViews.runs`` that has it. A trainer that uses microbatches in turn needs memory for
+    one or two of them. Arrays that it keeps stay valid.
     """
 
     __slots__ = ("_arrays", "_bucket", "_cut", "_m")
@@ -190,11 +191,10 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
         array = self._arrays[key]
         if array is not None:
             return array
-        last = self._bucket.last
-        if last[0] == self._m:
-            return last[1][key]
-        del last  # otherwise its memory could not be reused
-        return self._bucket.expand(self._m, self._cut)[key]
+        expanded = self._bucket.last.get(self._m)
+        if expanded is None:
+            expanded = self._bucket.expand(self._m, self._cut)
+        return expanded[key]
 
     def __contains__(self, key: object) -> bool:
         return key in self._arrays
@@ -217,7 +217,7 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
 class Expander:
     """The expander of a bucket's compact microbatches; it holds the last expanded one."""
 
-    __slots__ = ("_allocate", "_empty", "_first", "_layout", "_payload", "_room", "last")
+    __slots__ = ("_allocate", "_empty", "_first", "_layout", "_payload", "_room", "_run", "last")
 
     def __init__(
         self,
@@ -234,12 +234,18 @@ class Expander:
         self._layout, self._empty, self._allocate = layout, empty.tolist(), allocate
         self._payload, self._first = payload, first
         self._room = 0  # tokens of the largest microbatch: its memory fits any of them
-        # Number and arrays of the expanded microbatch; -1: none.
-        self.last: tuple[int, dict[str, np.ndarray]] = (-1, {})
+        # The run of microbatches that each is expanded with, if the payload is here.
+        self._run: dict[int, tuple[int, int]] = {}
+        self.last: dict[int, dict[str, np.ndarray]] = {}  # the expanded microbatches by number
 
     def microbatches(self, cuts: Sequence[Mapping[str, np.ndarray]]) -> list[ExpandedMicrobatch]:
-        ends = [int(cut["cu_seqlens_padded"][-1]) for cut in cuts]
-        self._room = max(ends, default=0)
+        payload, first = self._payload, self._first
+        if payload is not None and self._layout.keys == PACKED:
+            runs = payload.runs(first, first + len(cuts))
+            self._run = {m - first: run for run in runs for m in range(*run)}
+            self._room = max((payload.tokens[b] - payload.tokens[a] for a, b in runs), default=0)
+        else:
+            self._room = max((cut["cu_seqlens_padded"].item(-1) for cut in cuts), default=0)
         later: dict[str, np.ndarray | None] = dict.fromkeys(self._layout.keys)
         return [
             ExpandedMicrobatch(
@@ -249,11 +255,16 @@ class Expander:
         ]
 
     def expand(self, m: int, cut: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        self.last = (-1, {})  # first, so that its memory can be reused
+        self.last = {}  # first, so that its memory can be reused
         at = self._first + m
+        if self._payload is not None and self._run:
+            a, b = self._run[m]
+            run = self._payload.expand(a, b, self._layout.labels, self._allocate, self._room)
+            self.last = dict(enumerate(run, a - self._first))
+            return self.last[m]
         copy = None if self._payload is None else partial(self._payload.copy, at, at + 1)
         made = expand(cut, self._layout, self._empty[m], self._allocate, self._room, copy)
-        self.last = (m, made)
+        self.last = {m: made}
         return made
 
 
@@ -309,7 +320,7 @@ def expand(
 def _fill_positions(position: np.ndarray, size: np.ndarray) -> None:
     """Fill ``position`` with numbers that start at 0 in each document."""
     n, total = len(size) - 1, len(position)
-    count = _numbers(total)
+    count = numbers(total)
     if total < SLICE_FROM * n:
         starts = size[:-1].astype(np.int64)
         np.subtract(count[:total], starts.repeat(size[1:] - size[:-1]), out=position)
@@ -355,13 +366,3 @@ def _padding(held: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Return the indices of padding tokens in the microbatch; ``held``: tokens of documents."""
     ends = size[:-1].astype(np.int64) + held
     return ranges(ends, size[1:] - ends)
-
-
-_COUNTED = [np.arange(2**13)]
-
-
-def _numbers(n: int) -> np.ndarray:
-    """Return the numbers from 0 on, at least ``n`` of them, as a shared array."""
-    if len(_COUNTED[0]) < n:
-        _COUNTED[0] = np.arange(1 << (n - 1).bit_length())
-    return _COUNTED[0]

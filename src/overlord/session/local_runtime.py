@@ -29,7 +29,7 @@ from overlord.job.hooks import CONSTRUCTOR, LOADER, ordered_weights, popped_by
 from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
-from overlord.loader.service import LoaderService
+from overlord.loader.service import NOTHING, LoaderService
 from overlord.messages.control import (
     Attach,
     Consumed,
@@ -243,9 +243,12 @@ class LocalRuntime:
         if stage.kept is not None or stage.plan.offset is not None:
             pieces = [_copied(pieces, stage)]
             stage = replace(stage, doc=np.arange(len(stage.doc)))
-        columns = [p.tokens for p in pieces]
-        tokens = RaggedParts(columns) if len(columns) > 1 else Ragged.concat(columns)
-        staged = StepDocuments(stage, tokens, weights=Content.weights_of(pieces))
+        columns = [p.tokens for p in pieces] or [NOTHING.tokens]
+        if (weights := Content.weights_of(pieces)) is None:
+            tokens: Ragged = RaggedParts(columns)
+        else:  # the weights have the offsets of the joined tokens
+            tokens = Ragged.concat(columns)
+        staged = StepDocuments(stage, tokens, weights=weights)
         if self._images is not None:
             staged = self._with_images(staged, Scattered.of(pieces))
         if self._pop_hooks:
@@ -275,7 +278,7 @@ class LocalRuntime:
 
     def _popped(self, staged: StepDocuments) -> StepDocuments:
         doc, tokens = popped_by(
-            self._pop_hooks, staged.plan, staged.stage.doc, staged.tokens.joined, self._seed
+            self._pop_hooks, staged.plan, staged.stage.doc, staged.tokens, self._seed
         )
         weights = ordered_weights(staged.plan, staged.stage.doc, staged.weights)
         return replace(staged, stage=replace(staged.stage, doc=doc), tokens=tokens, weights=weights)
