@@ -317,9 +317,7 @@ class LocalRuntime:
 
     def loaders_of(self, source: int) -> range:
         """Return the numbers of a source's loaders."""
-        loaders = [s.loaders for s in self.planner.spec.sources]
-        first = sum(loaders[:source])
-        return range(first, first + loaders[source])
+        return self.planner.loaders_of(source)
 
     def places_of(self, source: int) -> tuple[int, ...]:
         """Return the loaders of a source: all of them run in this process."""
