@@ -2,8 +2,8 @@
 
 A trainer in the process of the constructor needs no message. Its microbatches have the per-document
 arrays, and views of the payload that the loaders read. The first access of a microbatch copies its
-ids once, from the memory of the reader to the array ``tokens`` (``compact.expand``). That array is
-small enough for the CPU cache, and its memory is reused for the next microbatch.
+ids once, from the memory of the reader to the array ``tokens``, with those of the next
+microbatches. The arrays are small enough for a CPU cache, and their memory is reused.
 """
 
 from __future__ import annotations
