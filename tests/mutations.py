@@ -320,8 +320,8 @@ MUTATIONS = [
         "planning/stream.py",
         (
             "a dropped document counts before the next sample",
-            "mine &= segment.long_at < stop",
-            "mine &= segment.long_at <= stop",
+            "else bisect_left(segment.long_at, stop)",
+            "else bisect_left(segment.long_at, stop + 1)",
         ),
         (
             "dropped documents behind the last sample are forgotten",

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from overlord.buffer_pool import BufferPool
 from overlord.constructor import compact as module
 from overlord.constructor.batch_arrays import BatchArrays
+from overlord.constructor.build import BucketBatch
 from overlord.constructor.compact import (
     IDS,
     Expander,
@@ -22,9 +23,11 @@ from overlord.constructor.compact import (
     layout_of,
     smallest_id_type,
 )
-from overlord.constructor.pack import build_arrays, new_buffer
+from overlord.constructor.pack import build_arrays, documents, new_buffer
+from overlord.constructor.payload_views import build_views
 from overlord.constructor.rank_views import of_stage
 from overlord.plan.view import View
+from overlord.sample import Ragged, RaggedParts
 from tests.properties.test_pack import steps
 
 VIEWS = [View(first=first, last=last) for first in (True, False) for last in (True, False)]
@@ -67,6 +70,56 @@ def opened(step: Mapping[str, Any], view: View, slab: Any = new_buffer) -> list[
     n = step["n_microbatches"]
     empty = np.bincount(step["microbatch"], minlength=n) == 0
     return Expander(form, empty, slab).microbatches(BatchArrays.of_part(*wide.part(0, n)).cut(0, n))
+
+
+def payload_of(step: Mapping[str, Any], parted: bool) -> Ragged:
+    """The ids as one column, or cut wherever no document goes across, as readers hand them on."""
+    values, start, stop = step["values"], step["start"], step["start"] + step["length"]
+    if step.get("continues") is not None:
+        stop = stop + 1  # the next token is read too
+    edges = [
+        at
+        for at in sorted({0, len(values), *start.tolist()})
+        if not ((start < at) & (at < stop)).any()
+    ]
+    whole = Ragged(values, np.array(edges))
+    if not parted or len(edges) < 3:
+        return whole
+    # of types as different as those of sources
+    parts = [whole.slice(k, k + 1) for k in range(len(whole))]
+    parts[0] = Ragged(parts[0][0].astype(np.int64), np.array([0, edges[1]]))
+    return RaggedParts(parts)
+
+
+@given(
+    unweighted(),
+    st.sampled_from(VIEWS),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0, 7, 2**16]),
+)
+def test_what_stays_in_the_payload_equals_what_is_built_wide(
+    step: dict[str, Any], view: View, parted: bool, sent: bool, pad_id: int
+) -> None:
+    """Whoever reads it: a client of this process, or one to whom it is sent."""
+    step |= {"batch": replace(step["batch"], pad_id=pad_id, layout="packed"), "weights": None}
+    n, batch, payload = step["n_microbatches"], step["batch"], payload_of(step, parted)
+    wanted = of_stage(build_arrays(**step), view).cut(0, n)
+    given = {k: v for k, v in step.items() if k not in ("values", "weights", "allocate")}
+    wide, views = build_views(payload, documents(**{"continues": None, **given}), batch)
+    wide, form = for_view(wide, layout_of(batch), view)
+    counts = np.bincount(step["microbatch"], minlength=n)
+    bucket = BucketBatch(
+        np.arange(len(step["start"])), np.append(0, np.cumsum(counts)), wide, form=form
+    )
+    bucket = replace(bucket, payload=views, allocate=BufferPool())
+    if sent:
+        bucket = replace(bucket, wide=BatchArrays.of_part(*bucket.part()), payload=None)
+    for a, b in zip(bucket.microbatches, wanted, strict=True):
+        assert {key: (x.dtype, x.tolist()) for key, x in a.items()} == {
+            key: (x.dtype, x.tolist()) for key, x in b.items()
+        }
+        assert not any(x.flags.writeable for x in a.values())
 
 
 @given(

@@ -43,6 +43,7 @@ CORES = (
     "constructor.compact",
     "constructor.batch_arrays",
     "constructor.pack",
+    "constructor.payload_views",
     "constructor.pieces",
     "constructor.exclusions",
     "constructor.rank_views",

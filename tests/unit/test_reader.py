@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
 import overlord as ov
 from overlord.messages.data import Evaluate, Read
@@ -109,13 +111,14 @@ def test_samples_of_separate_tables_are_merged_in_the_order_of_their_rows() -> N
     assert merged.tokens.values.tolist() == [10, 11, 12, 13]
 
 
-def test_long_lists_are_taken_as_arrow_takes_them():
+@pytest.mark.parametrize("list_of", [pa.list_, pa.large_list])
+def test_long_lists_are_taken_as_arrow_takes_them(list_of: Callable[[pa.DataType], pa.DataType]):
     rng = np.random.default_rng(3)
     for mean in (5, 400):
         lists = [rng.integers(0, 99, rng.integers(0, 2 * mean)).tolist() for _ in range(40)]
         whole = pa.table(
             {
-                "tokens": pa.array(lists, pa.large_list(pa.uint16())),
+                "tokens": pa.array(lists, list_of(pa.uint16())),
                 "n": pa.array(range(40)),
                 "text": pa.array([str(k) for k in range(40)]),
             }

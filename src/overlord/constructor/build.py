@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import pairwise, product
+from typing import Any
 
 import numpy as np
 
 from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.compact import Expander, build_compact, for_view, layout_of
+from overlord.constructor.compact import IDS, Expander, build_compact, for_view, layout_of
 from overlord.constructor.exclusions import Spans, exclude, exclude_from_pieces, spans_of_pieces
 from overlord.constructor.images import PixelForm, decode_pool, encoder_inputs
-from overlord.constructor.pack import build_arrays, build_slices, new_buffer
+from overlord.constructor.pack import build_arrays, build_slices, documents, new_buffer
+from overlord.constructor.payload_views import PayloadViews, build_views
 from overlord.constructor.pieces import build_pieces
 from overlord.constructor.rank_views import narrow, of_stage
 from overlord.constructor.sample_documents import document_runs, with_document_keys
@@ -27,9 +29,9 @@ from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.view import ALL, View, views_of
 from overlord.sample import Ragged, Scattered
 
-# Payload, start and length of each document, its microbatch, number of microbatches, source of each
-# document.
-_Documents = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int, np.ndarray]
+# Start and length of each document in the payload, its microbatch, number of microbatches, source
+# of each document.
+_Spans = tuple[np.ndarray, np.ndarray, np.ndarray, int, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,6 +96,8 @@ class BucketBatch:
     per: str = ""  # "microbatch": exchange m belongs to microbatch m; "iteration": one exchange
     form: CompactLayout | None = None  # set if ``wide`` is compact: how to expand it
     allocate: Callable[[int], np.ndarray] = new_buffer  # allocates memory for expanded arrays
+    # Set if the ids of ``wide`` are still in the payload of the step.
+    payload: PayloadViews | None = None
 
     def for_rank(self, rank: int) -> BucketBatch:
         """Return the batch for the queue of a rank. Ranks with equal content share one object."""
@@ -114,13 +118,21 @@ class BucketBatch:
         return (
             cuts
             if self.form is None
-            else Expander(self.form, np.diff(self.bounds) == 0, self.allocate).microbatches(cuts)
+            else Expander(
+                self.form, np.diff(self.bounds) == 0, self.allocate, self.payload, self.first
+            ).microbatches(cuts)
         )
 
     def part(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Return the arrays to send; ``BatchArrays.of_part`` restores them."""
         assert self.wide is not None
-        return self.wide.part(self.first, self.first + len(self))
+        stop = self.first + len(self)
+        arrays, rows = self.wide.part(self.first, stop)
+        if self.payload is None or self.form is None or not self.form.has_ids:
+            return arrays, rows
+        ids = {IDS: self.payload.ids(self.first, stop)}
+        counts = np.diff(self.payload.tokens[self.first : stop + 1])
+        return ids | arrays, np.concatenate([counts[None], rows])
 
     @property
     def nbytes(self) -> int:
@@ -132,12 +144,17 @@ class BucketBatch:
             return sum(shared.values()) + sum(
                 b.encoder.nbytes for b in self.by_rank.values() if b.encoder is not None
             )
+        stop = self.first + len(self)
         arrays = (
-            self.part()[0].values()
+            self.wide.part(self.first, stop)[0].values()
             if self.wide is not None
             else (a for m in self.built for a in m.values())
         )
-        return sum(a.nbytes for a in arrays) + (0 if self.encoder is None else self.encoder.nbytes)
+        return (
+            sum(a.nbytes for a in arrays)
+            + (0 if self.payload is None else self.payload.nbytes(self.first, stop))
+            + (0 if self.encoder is None else self.encoder.nbytes)
+        )
 
 
 def build_groups(
@@ -149,6 +166,7 @@ def build_groups(
     allocate: Callable[[int], np.ndarray] = new_buffer,
     hooks: Sequence[Hook] = (),
     compact: bool = False,
+    in_place: bool = False,
 ) -> list[BucketBatch]:
     """Build the batches of some ranks, once for all ranks with equal content.
 
@@ -156,16 +174,19 @@ def build_groups(
     may belong to several buckets of the plan, and get different parts of them, as ``rank_views.py``
     defines. ``compact``: build a compact form for the receiver to expand, if possible. It is not
     possible for slices along cp, pieces of hybrid plans, results of hooks, documents excluded from
-    the loss and loss weights.
+    the loss and loss weights. ``in_place``: leave the ids in the payload where a compact form is
+    possible, for receivers in this process.
     """
     if staged.plan.tasks is not None:
         return _build_tasks(staged, info, groups, batch, allocate, hooks)
     excluded = staged.excluded is not None and len(staged.excluded) > 0
-    compact = compact and not hooks and staged.weights is None and not excluded
-    if info.place is None and not compact:
+    plain = not hooks and staged.weights is None and not excluded
+    compact, in_place = compact and plain, in_place and plain and batch.layout == "packed"
+    options = (batch, multiple, allocate, compact, in_place)
+    if info.place is None and not compact and not in_place:
         return build_buckets(staged, list(groups), batch, multiple, allocate, hooks)
     if info.place is None:
-        return _build_views(staged, list(groups), [ALL], batch, multiple, allocate, compact)[ALL]
+        return _build_views(staged, list(groups), [ALL], *options)[ALL]
     views, bucket_of = (
         view_by_rank(info.place, info.on, info.axis, info.broadcast, batch.cp_split),
         _buckets_of_ranks(info.place, info.on, info.axis),
@@ -182,9 +203,7 @@ def build_groups(
                     bucket, built=_for_view(bucket, view, staged.plan.step, hooks)
                 )
     elif buckets:
-        for view, made in _build_views(
-            staged, buckets, distinct, batch, multiple, allocate, compact
-        ).items():
+        for view, made in _build_views(staged, buckets, distinct, *options).items():
             batches |= {(b, view): bucket for b, bucket in zip(buckets, made, strict=True)}
     for b, view in wanted:
         if view.nothing:
@@ -264,6 +283,7 @@ def build_with_images(
     allocate: Callable[[int], np.ndarray] = new_buffer,
     hooks: Sequence[Hook] = (),
     compact: bool = False,
+    in_place: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[list[BucketBatch], DecodeFailures | None]:
     """Build the batches of some ranks as ``build_groups`` does, with encoder arrays.
@@ -274,7 +294,8 @@ def build_with_images(
     """
     encoded = encoder_inputs(staged, members, form, allocate, decode_pool(), stopped)
     staged = replace(staged, excluded=encoded.excluded)
-    built = build_groups(staged, info, groups, batch, multiple, allocate, hooks, compact)
+    options = (batch, multiple, allocate, hooks, compact, in_place)
+    built = build_groups(staged, info, groups, *options)
     none = np.zeros(1, np.int64)
     with_encoder = [
         BucketBatch(
@@ -321,6 +342,7 @@ def _build_views(
     multiple: int,
     allocate: Callable[[int], np.ndarray],
     compact: bool,
+    in_place: bool,
 ) -> dict[View, list[BucketBatch]]:
     """Return the batches of the buckets for each view.
 
@@ -328,11 +350,18 @@ def _build_views(
     """
     rows, bounds, place = _rows(staged.plan.main, buckets)
     m, cp = staged.plan.main.n_microbatches, views[0].cp
-    documents = _gather(staged, rows, place, m * len(buckets))
+    spans = _spans(staged, rows, place, m * len(buckets))
     on = _continues(staged, rows)
     forms: dict[View, CompactLayout] = {}
-    if cp == 1 and compact:
-        whole = build_compact(*documents, batch, multiple, allocate, on)
+    payload: PayloadViews | None = None
+    if cp == 1 and (in_place or compact):
+        if in_place:
+            whole, payload = build_views(
+                staged.tokens, documents(*spans, batch, multiple, on), batch
+            )
+        else:
+            values = staged.tokens.values
+            whole = build_compact(values, *spans, batch, multiple, allocate, on)
         built = _with_document_keys(whole, staged, rows), layout_of(batch)
         made = {view: for_view(*built, view) for view in views}
         by_view, forms = (
@@ -340,14 +369,18 @@ def _build_views(
             {view: form for view, (_, form) in made.items()},
         )
     elif cp == 1:
-        made_whole = build_arrays(*documents, batch, multiple, allocate, staged.weight_values, on)
+        values = staged.tokens.values
+        made_whole = build_arrays(
+            values, *spans, batch, multiple, allocate, staged.weight_values, on
+        )
         made_whole = _with_document_keys(made_whole, staged, rows)
         whole = _with_exclusions(made_whole, staged, buckets, 0, batch)
         by_view = {view: of_stage(whole, view) for view in views}
     else:
         ranks = sorted({view.cp_rank for view in views})
+        values = staged.tokens.values
         built_slices = build_slices(
-            *documents, batch, multiple, allocate, cp, ranks, staged.weight_values, on
+            values, *spans, batch, multiple, allocate, cp, ranks, staged.weight_values, on
         )
         keyed = (_with_document_keys(part, staged, rows) for part in built_slices)
         slices = dict(zip(ranks, keyed, strict=True))
@@ -356,9 +389,11 @@ def _build_views(
             _with_exclusions(arrays, staged, buckets, 0, batch, view)
         by_view = {view: of_stage(slices[view.cp_rank], view) for view in views}
     cuts = [bounds[k * m : (k + 1) * m + 1] for k in range(len(buckets))]
+    # A receiver of the payload is in this process, and expands into memory of this allocator.
+    lazy: dict[str, Any] = {} if payload is None else {"payload": payload, "allocate": allocate}
     return {
         view: [
-            BucketBatch(rows, cut, arrays, k * m, form=forms.get(view))
+            BucketBatch(rows, cut, arrays, k * m, form=forms.get(view), **lazy)
             for k, cut in enumerate(cuts)
         ]
         for view, arrays in by_view.items()
@@ -383,9 +418,10 @@ def build_buckets(
 
     def arrays_of(a: int, b: int, first: int, n: int) -> BatchArrays:
         """Build ``n`` microbatches from number ``first`` on; ``rows[a:b]`` are their documents."""
-        documents = _gather(staged, rows[a:b], place[a:b] - first, n)
+        spans = _spans(staged, rows[a:b], place[a:b] - first, n)
         on = _continues(staged, rows[a:b])
-        made = build_arrays(*documents, batch, multiple, allocate, staged.weight_values, on)
+        values = staged.tokens.values
+        made = build_arrays(values, *spans, batch, multiple, allocate, staged.weight_values, on)
         made = _with_document_keys(made, staged, rows[a:b])
         return _with_exclusions(made, staged, buckets, first, batch)
 
@@ -441,9 +477,10 @@ def _rows(main: Assignment, buckets: Sequence[int]) -> tuple[np.ndarray, np.ndar
     return rows, np.searchsorted(place, np.arange(main.n_microbatches * len(buckets) + 1)), place
 
 
-def _gather(
+def _spans(
     staged: StepDocuments, rows: np.ndarray, microbatch: np.ndarray, n_microbatches: int
-) -> _Documents:
+) -> _Spans:
+    """Return the documents of these plan rows, as spans of the values of the payload."""
     docs, offsets = staged.stage.doc[rows], staged.tokens.offsets
     start, source = offsets[docs], staged.plan.source[rows]
     length = offsets[docs + 1] - start
@@ -453,7 +490,7 @@ def _gather(
         runs = document_runs(documents.take(rows), start, length)
         start, length = runs.start, runs.length
         microbatch, source = microbatch[runs.sample], source[runs.sample]
-    return staged.tokens.values, start, length, microbatch, n_microbatches, source
+    return start, length, microbatch, n_microbatches, source
 
 
 def _with_document_keys(

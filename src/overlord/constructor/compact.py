@@ -12,6 +12,7 @@ Documents have 150, 424 and 2000 tokens. Compact build: 1.6, 0.8, 0.4; expansion
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,8 +26,10 @@ from overlord.constructor.pack import (
     SLICE_FROM,
     documents,
     new_buffer,
+    numbers,
     with_document_arrays,
 )
+from overlord.constructor.payload_views import PayloadViews
 from overlord.constructor.rank_views import PER_TOKEN
 from overlord.mesh import Batch
 from overlord.messages.data import CompactLayout
@@ -37,6 +40,7 @@ IDS = "ids"  # the only per-token array; never a key of a microbatch
 HIDDEN = (IDS, NEXT_IDS)  # arrays from which others are expanded
 # Mean tokens per document from which a slice per document costs less than gathering by index.
 JOIN_FROM = 100
+PACKED = tuple(key for key in PER_TOKEN if key != "attention_mask")  # arrays of the packed layout
 ITEMSIZE = {"tokens": 8, "position_ids": 8, "labels": 8, "loss_mask": 4, "attention_mask": 1}
 DTYPE = {
     "tokens": np.int64,
@@ -45,6 +49,13 @@ DTYPE = {
     "loss_mask": np.float32,
     "attention_mask": np.bool_,
 }
+
+
+@lru_cache(maxsize=64)
+def _kinds_of(keys: tuple[str, ...]) -> tuple[tuple[tuple[str, int, np.dtype], ...], int]:
+    """Return name, bytes of a token and type of each array, and the bytes of a token in all."""
+    kinds = tuple((key, ITEMSIZE[key], np.dtype(DTYPE[key])) for key in keys)
+    return kinds, sum(itemsize for _, itemsize, _ in kinds)
 
 
 def smallest_id_type(pieces: Sequence[np.ndarray]) -> np.dtype:
@@ -138,9 +149,7 @@ def layout_of(batch: Batch) -> CompactLayout:
     """Return the layout from which whole microbatches are expanded."""
     padded = batch.layout == "padded"
     return CompactLayout(
-        tuple(key for key in PER_TOKEN if padded or key != "attention_mask"),
-        batch.labels,
-        batch.context if padded else 0,
+        PER_TOKEN if padded else PACKED, batch.labels, batch.context if padded else 0
     )
 
 
@@ -155,17 +164,16 @@ def for_view(
         return batch, layout
     keys = tuple(key for key in layout.keys if view.has(key))
     layout = CompactLayout(keys, layout.labels, layout.context)
-    ids = bool(set(layout.keys) - {"attention_mask"})  # a middle stage needs no ids
-    labels = "labels" in layout.keys
-    wanted = {IDS: ids, NEXT_IDS: labels}
+    wanted = {IDS: layout.has_ids, NEXT_IDS: "labels" in layout.keys}
     return batch.only(lambda key: view.has(key) and wanted.get(key, True)), layout
 
 
 class ExpandedMicrobatch(Mapping[str, np.ndarray]):
     """A compact microbatch with the keys of an expanded one.
 
-    Only the most recently accessed microbatch of a bucket stays expanded. A trainer that uses
-    microbatches in turn needs memory for one or two of them. Arrays that it keeps stay valid.
+    Only the most recently accessed microbatch of a bucket stays expanded, or the run of
+    ``PayloadViews.runs`` that has it. A trainer that uses microbatches in turn needs memory for
+    one or two of them. Arrays that it keeps stay valid.
     """
 
     __slots__ = ("_arrays", "_bucket", "_cut", "_m")
@@ -183,11 +191,10 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
         array = self._arrays[key]
         if array is not None:
             return array
-        last = self._bucket.last
-        if last[0] == self._m:
-            return last[1][key]
-        del last  # otherwise its memory could not be reused
-        return self._bucket.expand(self._m, self._cut)[key]
+        expanded = self._bucket.last.get(self._m)
+        if expanded is None:
+            expanded = self._bucket.expand(self._m, self._cut)
+        return expanded[key]
 
     def __contains__(self, key: object) -> bool:
         return key in self._arrays
@@ -210,19 +217,35 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
 class Expander:
     """The expander of a bucket's compact microbatches; it holds the last expanded one."""
 
-    __slots__ = ("_allocate", "_empty", "_layout", "_room", "last")
+    __slots__ = ("_allocate", "_empty", "_first", "_layout", "_payload", "_room", "_run", "last")
 
     def __init__(
-        self, layout: CompactLayout, empty: np.ndarray, allocate: Callable[[int], np.ndarray]
+        self,
+        layout: CompactLayout,
+        empty: np.ndarray,
+        allocate: Callable[[int], np.ndarray],
+        payload: PayloadViews | None = None,
+        first: int = 0,
     ):
+        """``payload``: the ids, if they are not in the cuts; its microbatch ``first`` is number 0.
+
+        ``empty``: mask of microbatches without documents.
+        """
         self._layout, self._empty, self._allocate = layout, empty.tolist(), allocate
+        self._payload, self._first = payload, first
         self._room = 0  # tokens of the largest microbatch: its memory fits any of them
-        # Number and arrays of the expanded microbatch; -1: none.
-        self.last: tuple[int, dict[str, np.ndarray]] = (-1, {})
+        # The run of microbatches that each is expanded with, if the payload is here.
+        self._run: dict[int, tuple[int, int]] = {}
+        self.last: dict[int, dict[str, np.ndarray]] = {}  # the expanded microbatches by number
 
     def microbatches(self, cuts: Sequence[Mapping[str, np.ndarray]]) -> list[ExpandedMicrobatch]:
-        ends = [int(cut["cu_seqlens_padded"][-1]) for cut in cuts]
-        self._room = max(ends, default=0)
+        payload, first = self._payload, self._first
+        if payload is not None and self._layout.keys == PACKED:
+            runs = payload.runs(first, first + len(cuts))
+            self._run = {m - first: run for run in runs for m in range(*run)}
+            self._room = max((payload.tokens[b] - payload.tokens[a] for a, b in runs), default=0)
+        else:
+            self._room = max((cut["cu_seqlens_padded"].item(-1) for cut in cuts), default=0)
         later: dict[str, np.ndarray | None] = dict.fromkeys(self._layout.keys)
         return [
             ExpandedMicrobatch(
@@ -232,9 +255,16 @@ class Expander:
         ]
 
     def expand(self, m: int, cut: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        self.last = (-1, {})  # first, so that its memory can be reused
-        made = expand(cut, self._layout, self._empty[m], self._allocate, self._room)
-        self.last = (m, made)
+        self.last = {}  # first, so that its memory can be reused
+        at = self._first + m
+        if self._payload is not None and self._run:
+            a, b = self._run[m]
+            run = self._payload.expand(a, b, self._layout.labels, self._allocate, self._room)
+            self.last = dict(enumerate(run, a - self._first))
+            return self.last[m]
+        copy = None if self._payload is None else partial(self._payload.copy, at, at + 1)
+        made = expand(cut, self._layout, self._empty[m], self._allocate, self._room, copy)
+        self.last = {m: made}
         return made
 
 
@@ -244,30 +274,37 @@ def expand(
     empty: bool,
     allocate: Callable[[int], np.ndarray] = new_buffer,
     room: int = 0,
+    copy: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the per-token arrays of one compact microbatch, read-only.
 
     ``empty``: the microbatch has no documents. ``room``: least number of tokens to allocate.
+    ``copy``: fill an array with the ids, if they are not in ``cut``, and return it.
     """
     true, size = cut["cu_seqlens"], cut["cu_seqlens_padded"]
-    total, made, at = int(size[-1]), dict[str, np.ndarray](), 0
-    piece = allocate(max(total, room) * sum(ITEMSIZE[key] for key in layout.keys))
-    for key in layout.keys:
-        end = at + total * ITEMSIZE[key]
-        made[key], at = piece[at:end].view(DTYPE[key]), end
+    total, made, at = size.item(-1), dict[str, np.ndarray](), 0
+    kinds, token_bytes = _kinds_of(layout.keys)
+    piece = allocate(max(total, room) * token_bytes)
+    for key, itemsize, dtype in kinds:
+        end = at + total * itemsize
+        made[key], at = piece[at:end].view(dtype), end
     ids = cut[IDS].reshape(-1) if IDS in cut else None
+    if copy is not None and layout.has_ids:
+        ids = copy(made["tokens"] if "tokens" in made else np.empty(total, np.int64))
     if "tokens" in made:
-        made["tokens"][:] = ids
+        if copy is None:
+            made["tokens"][:] = ids
         _fill_positions(made["position_ids"], size)
     if "labels" in made:
         assert ids is not None
-        held = true[1:] - true[:-1]
-        if cut["source_ids"][-1] < 0:  # documents that only fill a fixed shape
+        fills = cut["source_ids"].item(-1) < 0  # documents that only fill a fixed shape
+        held = true[1:] - true[:-1] if fills or true.item(-1) < total else None
+        if fills and held is not None:
             held[cut["source_ids"] < 0] = 0
         _fill_labels(made["labels"], made["loss_mask"], ids, held, size, layout.labels, empty)
         if NEXT_IDS in cut and layout.labels == "shifted":
             known = np.flatnonzero(cut[NEXT_IDS] >= 0)
-            ends = (size[:-1] + held)[known] - 1
+            ends = (size[1:] if held is None else size[:-1] + held)[known] - 1
             made["labels"][ends] = cut[NEXT_IDS][known]
             made["loss_mask"][ends] = 1
     if "attention_mask" in made:
@@ -283,11 +320,10 @@ def expand(
 def _fill_positions(position: np.ndarray, size: np.ndarray) -> None:
     """Fill ``position`` with numbers that start at 0 in each document."""
     n, total = len(size) - 1, len(position)
-    count = _numbers(total)
+    count = numbers(total)
     if total < SLICE_FROM * n:
-        np.subtract(
-            count[:total], np.repeat(size[:-1].astype(np.int64), size[1:] - size[:-1]), out=position
-        )
+        starts = size[:-1].astype(np.int64)
+        np.subtract(count[:total], starts.repeat(size[1:] - size[:-1]), out=position)
     else:
         for a, b in pairwise(size.tolist()):
             position[a:b] = count[: b - a]
@@ -297,12 +333,15 @@ def _fill_labels(
     labels: np.ndarray,
     loss_mask: np.ndarray,
     ids: np.ndarray,
-    held: np.ndarray,
+    held: np.ndarray | None,
     size: np.ndarray,
     convention: str,
     empty: bool,
 ) -> None:
-    """Fill labels and mask of documents with ``held`` tokens each, without the padding."""
+    """Fill labels and mask of documents with ``held`` tokens each, without the padding.
+
+    ``held`` is None if there is no padding.
+    """
     if empty:
         labels.fill(IGNORE)
         loss_mask.fill(0)
@@ -313,10 +352,10 @@ def _fill_labels(
         labels[:-1] = ids[1:]
     else:
         labels[:] = ids
-    excluded = size[:-1] + held - 1 if shifted else size[:-1]
-    if not held[-1]:
-        excluded = excluded[held > 0]
-    if held.sum() != size[-1]:
+    if held is None:
+        excluded = size[1:] - 1 if shifted else size[:-1]
+    else:
+        excluded = (size[:-1] + held - 1 if shifted else size[:-1])[held > 0]
         excluded = np.concatenate([excluded, _padding(held, size)])
     loss_mask.fill(1)
     labels[excluded] = IGNORE
@@ -327,13 +366,3 @@ def _padding(held: np.ndarray, size: np.ndarray) -> np.ndarray:
     """Return the indices of padding tokens in the microbatch; ``held``: tokens of documents."""
     ends = size[:-1].astype(np.int64) + held
     return ranges(ends, size[1:] - ends)
-
-
-_COUNTED = [np.arange(2**13)]
-
-
-def _numbers(n: int) -> np.ndarray:
-    """Return the numbers from 0 on, at least ``n`` of them, as a shared array."""
-    if len(_COUNTED[0]) < n:
-        _COUNTED[0] = np.arange(1 << (n - 1).bit_length())
-    return _COUNTED[0]

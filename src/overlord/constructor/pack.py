@@ -68,6 +68,9 @@ BLOCK = 2**15
 SLICE_FROM = 500
 
 
+TOKEN_BYTES = 28  # of a token in all per-token arrays of the packed layout
+
+
 def new_buffer(nbytes: int) -> np.ndarray:
     return np.empty(nbytes, np.uint8)
 
@@ -95,7 +98,7 @@ def build_arrays(
     """
     docs = documents(start, length, microbatch, n_microbatches, source, batch, multiple, continues)
     total = int(docs.size.sum())
-    layout = _Layout(docs.start, docs.content, docs.true, docs.size, continues=docs.continues)
+    layout = Layout(docs.start, docs.content, docs.true, docs.size, continues=docs.continues)
     arrays = _per_token(values, weights, layout, total, batch, allocate)
     return with_document_arrays(docs, arrays, 1, batch)
 
@@ -152,7 +155,7 @@ def run_arrays(
     on = left > size
     if docs.continues is not None:
         on |= docs.continues[doc] & (left > 0)
-    layout = _Layout(
+    layout = Layout(
         docs.start[doc],
         np.clip(left, 0, size),
         np.clip(docs.true[doc] - base, 0, size),
@@ -176,7 +179,7 @@ class Documents(NamedTuple):
     continues: np.ndarray | None = None
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Documents, or runs of documents, in the order of the arrays; sizes as in ``Documents``."""
 
     start: np.ndarray  # offset of the document in the payload
@@ -219,7 +222,7 @@ def documents(
 def _per_token(
     values: np.ndarray,
     weights: np.ndarray | None,
-    layout: _Layout,
+    layout: Layout,
     total: int,
     batch: Batch,
     allocate: Callable[[int], np.ndarray],
@@ -230,8 +233,8 @@ def _per_token(
     # Position of the first token of the document, even if it is not in the run.
     origin = offset if layout.base is None else offset - layout.base
     if not total:  # every chunk of the rank is empty
-        return _allocate(0, new_buffer)
-    arrays = _allocate(total, allocate)
+        return allocate_arrays(0, new_buffer)
+    arrays = allocate_arrays(total, allocate)
     fill = _fill_by_index if len(values) and total < SLICE_FROM * len(size) else _fill_by_slices
     fill(
         values,
@@ -245,7 +248,7 @@ def _per_token(
     )
     holes = ranges(offset + content, size - content)
     arrays["tokens"][holes] = batch.pad_id
-    _fill_targets(arrays, values, holes, offset, origin, layout, batch.labels)
+    fill_targets(arrays, values, holes, offset, origin, layout, batch.labels)
     if weights is not None:
         _fill_weights(arrays, weights, offset, layout, batch.labels)
     if batch.layout == "padded":
@@ -377,12 +380,12 @@ def _with_empty_documents(
     )
 
 
-def _allocate(total: int, allocate: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
+def allocate_arrays(total: int, allocate: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
     """Return uninitialized arrays for the tokens of a step, from one allocation.
 
     The allocation is large enough for huge pages, which are faster to touch first.
     """
-    piece = allocate(28 * total)
+    piece = allocate(TOKEN_BYTES * total)
     tokens, position, labels = piece[: 24 * total].view(np.int64).reshape(3, total)
     return {
         "tokens": tokens,
@@ -444,13 +447,13 @@ def _fill_by_slices(
         position[o : o + p] = count[b : b + p]
 
 
-def _fill_targets(
+def fill_targets(
     arrays: dict[str, np.ndarray],
     values: np.ndarray,
     holes: np.ndarray,
     offset: np.ndarray,
     origin: np.ndarray,
-    layout: _Layout,
+    layout: Layout,
     convention: str,
 ) -> None:
     """Fill labels with a (shifted) copy of all tokens, then exclude positions without a label."""
@@ -477,7 +480,7 @@ def _fill_weights(
     arrays: dict[str, np.ndarray],
     weights: np.ndarray,
     offset: np.ndarray,
-    layout: _Layout,
+    layout: Layout,
     convention: str,
 ) -> None:
     """Multiply the loss mask by the weight of each label; a label of weight 0 is excluded."""
@@ -527,3 +530,13 @@ def _filled(column: np.ndarray, first: np.ndarray, n: int) -> np.ndarray:
     filled = np.full(len(counts) * n, -1, column.dtype)
     filled[ranges(np.arange(len(counts)) * n, counts)] = column
     return filled
+
+
+_COUNTED = [np.arange(2**13)]
+
+
+def numbers(n: int) -> np.ndarray:
+    """Return the numbers from 0 on, at least ``n`` of them, as a shared array."""
+    if len(_COUNTED[0]) < n:
+        _COUNTED[0] = np.arange(1 << (n - 1).bit_length())
+    return _COUNTED[0]

@@ -65,6 +65,7 @@ class ConstructorService:
         images: PixelForm | None = None,
         spoiled: Callable[[DecodeFailures], None] = lambda event: None,
         compact: bool = False,
+        in_place: bool = False,
     ):
         self.assemblers = {a.bucket: a for a in assemblers}
         self._batches, self._multiple = batch, multiple
@@ -77,6 +78,8 @@ class ConstructorService:
         )
         # Built batches are stored and sent in compact form, and expanded by the receiver.
         self._compact = compact
+        # Ids stay in the payload of the step until a client in this process reads a microbatch.
+        self.in_place = in_place
         # ``stopped`` is set when no client needs the steps in progress any more.
         self._on_decode_failures, self.stopped = (spoiled, False)
         self.slabs: Any = BufferPool() if slabs is None else slabs
@@ -192,7 +195,14 @@ class ConstructorService:
             b: [rank for rank in self.assemblers[b].ranks if rank in self.mailboxes]
             for b in buckets
         }
-        options = (self._batches.at(step), self._multiple, self.slabs, self._hooks, self._compact)
+        options = (
+            self._batches.at(step),
+            self._multiple,
+            self.slabs,
+            self._hooks,
+            self._compact,
+            self.in_place,
+        )
         if (form := self._images) is None:
             self._executor.submit(
                 "build",

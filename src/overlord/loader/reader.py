@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -82,6 +82,8 @@ class _Window:
     dropped: int  # rows that filters dropped, until they are reported
     after: Cursor | None  # the cursor if the loader was opened inside this window
     position: int = 0  # number of evaluated rows
+    # Turns rows of the only table into a block without a copy, if samples are rows of ids.
+    block_of: Callable[[np.ndarray], Block] | None = None
 
 
 @dataclass(slots=True)
@@ -311,8 +313,11 @@ class SourceReader:
             keys = empty.astype(np.uint64)
             return _Window(keys, empty, empty, empty, [], [], dropped, None), tuple(over)
         key, file, row, at = self._ordered(command, files, rows, ats)
-        table = self._join_tables(tables)
-        return _Window(key, file, row, at, table, reasons, dropped, command.after), tuple(over)
+        joined = self._join_tables(tables)
+        window = _Window(key, file, row, at, joined, reasons, dropped, command.after)
+        if len(joined) == 1 and (blocks_of := getattr(self.stages, "blocks_of", None)) is not None:
+            window.block_of = blocks_of(joined[0])
+        return window, tuple(over)
 
     def _ordered(
         self, command: Read, files: list[np.ndarray], rows: list[np.ndarray], ats: list[np.ndarray]
@@ -411,7 +416,7 @@ class SourceReader:
         key, file, row, at = window.key[a:b], window.file[a:b], window.row[a:b], window.at[a:b]
         good = np.flatnonzero(at >= 0)
         with self._running(row):
-            block = self._row_stage(window.tables, at[good])
+            block = self._block(window, at[good])
         index, part = block.index, block.part
         content, meta = Content(block.tokens, block.items, block.weights), dict(block.meta)
         if window.after is not None and a == 0:
@@ -446,6 +451,12 @@ class SourceReader:
         self.stats.transform_s += took
         self.stats.transform_busy_s += core_s(self.stages) - busy
         return BlockReady(samples, b - a, content.nbytes, took), content
+
+    def _block(self, window: _Window, at: np.ndarray) -> Block:
+        """Turn the rows ``at`` of the window's tables into samples, without a copy of ids."""
+        if window.block_of is None or not len(at):
+            return self._row_stage(window.tables, at)
+        return window.block_of(at)
 
     def _row_stage(self, tables: list[pa.Table], at: np.ndarray) -> Block:
         """Turn the rows ``at`` of the joined tables into samples.

@@ -129,7 +129,7 @@ class SampleBuffer:
     @property
     def ready_bytes(self) -> int:
         """Bytes of the rows that are not popped."""
-        popped = self._blocks[0].slice(0, self._taken).nbytes if self._taken else 0
+        popped = self._blocks[0].bytes_before(self._taken) if self._taken else 0
         return self.nbytes - popped
 
     def put(self, block: Content) -> None:

@@ -329,7 +329,8 @@ class LoaderService:
                 )
             elif isinstance(outcome, tuple):
                 evaluated, payload = outcome
-                slot.buffer.put(payload)
+                # Retained samples must not keep the window alive that they are spans of.
+                slot.buffer.put(payload.adjacent() if self._keeps else payload)
                 commands = slot.loader.handle(evaluated)
                 if self._keeps:
                     slot.sync_buffer()

@@ -141,6 +141,11 @@ class CompactLayout(NamedTuple):
     labels: str  # label convention, as in Batch
     context: int  # row length of the padded layout; 0: packed
 
+    @property
+    def has_ids(self) -> bool:
+        """Whether an array is computed from token ids; a middle pipeline stage has none."""
+        return any(key != "attention_mask" for key in self.keys)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMessage:

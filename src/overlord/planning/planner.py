@@ -203,6 +203,10 @@ class Planner:
         cursor = Cursor(*self._state.cursors[source].tolist())
         return cursor, self._generations[source], self._demand.last_refill(loader)
 
+    def loaders_of(self, source: int) -> range:
+        """Return the numbers of a source's loaders."""
+        return self._demand.of(source)
+
     def last_taken(self, rank: int) -> int:
         """Return the last step that a rank has taken; -1 if it is not attached.
 

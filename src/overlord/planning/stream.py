@@ -7,6 +7,7 @@ depends on which loader announces first.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,8 @@ class _ReadyRun:
     # hundreds of short runs
     ids: np.ndarray
     size: int  # samples, taken ones included
-    long_at: np.ndarray  # number of samples of the run before each long document
+    long_at: list[int]  # number of samples of the run before each long document, not falling
+    lost: list[int]  # running sum of the tokens that these documents lost, with a leading 0
     start: int = 0  # samples already taken
 
     @property
@@ -44,9 +46,7 @@ class _ReadyRun:
     @property
     def trails(self) -> bool:
         """Whether quarantined rows or dropped documents may follow the run's last sample."""
-        return len(self.bad_at) > 0 or (
-            len(self.long_at) > 0 and int(self.long_at[-1]) >= self.size
-        )
+        return len(self.bad_at) > 0 or (len(self.long_at) > 0 and self.long_at[-1] >= self.size)
 
 
 @dataclass(slots=True, eq=False)
@@ -268,10 +268,9 @@ class SourceStream:
         assert isinstance(lengths, np.ndarray)
         np.cumsum(lengths, out=tokens[1:])
         ids = np.stack([found.file, found.row, found.part], axis=1, dtype=np.int64)
+        long_at, lost = _long_documents(found)
         self._segments.append(
-            _ReadyRun(
-                self._at, found, loader, tokens, bad_at, ids, len(found), _rank_of_long(found)
-            )
+            _ReadyRun(self._at, found, loader, tokens, bad_at, ids, len(found), long_at, lost)
         )
         self._ready += len(found)
         self._epoch_has_sample |= len(found) > 0
@@ -391,13 +390,13 @@ class SourceStream:
         Without ``stop``, count to the end of the run. A truncated document counts with its sample,
         a dropped one with the next sample. So a restored stream counts each once.
         """
-        if (long := segment.found.long) is None:
+        if not segment.long_at:
             return
-        mine = segment.long_at >= start
-        if stop is not None:
-            mine &= segment.long_at < stop
-        self.long += int(mine.sum())
-        self.lost += int(long.lost[mine].sum())
+        # Every source gives to every step: numpy would cost more than the few numbers.
+        a = bisect_left(segment.long_at, start)
+        b = len(segment.long_at) if stop is None else bisect_left(segment.long_at, stop)
+        self.long += b - a
+        self.lost += segment.lost[b] - segment.lost[a]
 
     def ahead(self) -> list[StreamPiece]:
         """Return all ready samples without taking them."""
@@ -446,10 +445,7 @@ def step_meta(pieces: Sequence[StreamPiece]) -> dict[str, Column]:
     meta: dict[str, Column] = {}
     first = pieces[0].found.meta
     if all(p.found.meta.keys() == first.keys() for p in pieces):
-        return {
-            name: join_rows([cut_rows(p.found.meta[name], p.start, p.stop) for p in pieces])
-            for name in first
-        }
+        return {name: _joined(pieces, name) for name in first}
     for name in dict.fromkeys(name for p in pieces for name in p.found.meta):
         held = [p.found.meta.get(name) for p in pieces]
         if any(c is None for c in held) and not any(isinstance(c, Ragged) for c in held):
@@ -460,6 +456,15 @@ def step_meta(pieces: Sequence[StreamPiece]) -> dict[str, Column]:
         ]
         meta[name] = join_rows(cut)
     return meta
+
+
+def _joined(pieces: Sequence[StreamPiece], name: str) -> Column:
+    """Return a metadata column that all pieces have, joined."""
+    held = [(p.found.meta[name], p.start, p.stop) for p in pieces]
+    arrays = [c[start:stop] for c, start, stop in held if isinstance(c, np.ndarray)]
+    if len(arrays) == len(held):
+        return np.concatenate(arrays)
+    return join_rows([cut_rows(*cut) for cut in held])
 
 
 def _bad_rows(segment: _ReadyRun, which: np.ndarray) -> list[BadRow]:
@@ -475,16 +480,16 @@ def _rank_of_bad(found: SampleBlock) -> np.ndarray:
     return _rank(found, found.bad_key, found.bad_file, found.bad_row)
 
 
-def _rank_of_long(found: SampleBlock) -> np.ndarray:
+def _long_documents(found: SampleBlock) -> tuple[list[int], list[int]]:
     """Return the number of the block's samples that precede each long document.
 
-    For a truncated document it is the index of its own sample.
+    For a truncated document it is the index of its own sample. Return also the running sum of the
+    tokens that they lost.
     """
-    return (
-        NO_ROWS
-        if found.long is None
-        else _rank(found, found.long.key, found.long.file, found.long.row)
-    )
+    if (long := found.long) is None:
+        return [], [0]
+    at = _rank(found, long.key, long.file, long.row)
+    return at.tolist(), [0, *np.cumsum(long.lost).tolist()]
 
 
 def _rank(found: SampleBlock, key: np.ndarray, file: np.ndarray, row: np.ndarray) -> np.ndarray:

@@ -223,7 +223,8 @@ class Scaler:
         if read := math.fsum(s.read for s, _ in known.samples):
             known.cost_s = math.fsum(s.busy_s for s, _ in known.samples) / read
             known.took_s = math.fsum(s.took_s for s, _ in known.samples) / read
-        known.locked = self._measured(known) if self._measured(known) is not None else known.locked
+        measured = self._measured(known)
+        known.locked = known.locked if measured is None else measured
         known.waited_for = known.waited_for + 1 if seen.waited_for else 0
 
     def _measured(self, known: _SourceEstimate) -> float | None:

@@ -29,7 +29,7 @@ from overlord.job.hooks import CONSTRUCTOR, LOADER, ordered_weights, popped_by
 from overlord.journal.write_ahead import JournalStart, NullJournal, WriteAheadGate, lose_source
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
-from overlord.loader.service import LoaderService
+from overlord.loader.service import NOTHING, LoaderService
 from overlord.messages.control import (
     Attach,
     Consumed,
@@ -57,7 +57,7 @@ from overlord.messages.data import (
 )
 from overlord.planning.images import Encodings
 from overlord.planning.spec import NewSource, RecentPlans
-from overlord.sample import Content, Ragged, Scattered
+from overlord.sample import Content, Ragged, RaggedParts, Scattered
 from overlord.transforms.transform_process import TransformWorker
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ class LocalRuntime:
             images=self._images,
             broadcast=options.broadcast,
             spoiled=self.event,
+            in_place=True,
         )
         if options.memory is not None and options.ring_bytes is not None:
             self.building.slabs = BufferPool(options.ring_bytes)
@@ -247,8 +248,12 @@ class LocalRuntime:
         if stage.kept is not None or stage.plan.offset is not None:
             pieces = [_copied(pieces, stage)]
             stage = replace(stage, doc=np.arange(len(stage.doc)))
-        tokens = Ragged.concat([p.tokens for p in pieces])
-        staged = StepDocuments(stage, tokens, weights=Content.weights_of(pieces))
+        columns = [p.tokens for p in pieces] or [NOTHING.tokens]
+        if (weights := Content.weights_of(pieces)) is None:
+            tokens: Ragged = RaggedParts(columns)
+        else:  # the weights have the offsets of the joined tokens
+            tokens = Ragged.concat(columns)
+        staged = StepDocuments(stage, tokens, weights=weights)
         if self._images is not None:
             staged = self._with_images(staged, Scattered.of(pieces))
         if self._pop_hooks:
@@ -317,9 +322,7 @@ class LocalRuntime:
 
     def loaders_of(self, source: int) -> range:
         """Return the numbers of a source's loaders."""
-        loaders = [s.loaders for s in self.planner.spec.sources]
-        first = sum(loaders[:source])
-        return range(first, first + loaders[source])
+        return self.planner.loaders_of(source)
 
     def places_of(self, source: int) -> tuple[int, ...]:
         """Return the loaders of a source: all of them run in this process."""
@@ -377,6 +380,7 @@ class LocalRuntime:
 
     def use_buffers(self, buffers: Any) -> None:
         self.building.slabs = buffers
+        self.building.in_place = False  # arrays are built where other processes can map them
 
     def listen(self, host: str, token: str) -> None:
         """Do nothing: there are no constructor workers."""

@@ -473,7 +473,9 @@ def take_table(table: pa.Table, rows: np.ndarray) -> pa.Table:
 def _is_long(column: pa.ChunkedArray) -> bool:
     """Return whether a column holds lists of numbers without nulls, long ones on average."""
     kind = column.type
-    if column.num_chunks != 1 or not pt.is_large_list(kind) or column.null_count:
+    if column.num_chunks != 1 or column.null_count:
+        return False
+    if not (pt.is_list(kind) or pt.is_large_list(kind)):
         return False
     inner, lists = kind.value_type, column.chunk(0)
     if not (pt.is_integer(inner) or pt.is_floating(inner)) or lists.values.null_count:
@@ -482,14 +484,18 @@ def _is_long(column: pa.ChunkedArray) -> bool:
     return bool(len(lists) and edges[-1] - edges[0] > LONG_LISTS * len(lists))
 
 
-def _taken(lists: pa.LargeListArray, rows: np.ndarray) -> pa.Array:
+def _taken(lists: pa.ListArray | pa.LargeListArray, rows: np.ndarray) -> pa.Array:
     values, edges = numpy_of(lists.values), numpy_of(lists.offsets)
     starts, stops = edges[rows], edges[rows + 1]
     offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(stops - starts, out=offsets[1:])
     pieces = [values[a:b] for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
-    flat = np.concatenate([values[:0], *pieces])
-    return pa.LargeListArray.from_arrays(arrow_of(offsets), arrow_of(flat), type=lists.type)
+    flat = arrow_of(np.concatenate([values[:0], *pieces]))
+    if pt.is_large_list(lists.type):
+        return pa.LargeListArray.from_arrays(arrow_of(offsets), flat, type=lists.type)
+    if int(offsets[-1]) >= 2**31:  # rows that are taken several times may exceed 32 bits
+        return lists.take(arrow_of(rows))
+    return pa.ListArray.from_arrays(arrow_of(offsets.astype(np.int32)), flat, type=lists.type)
 
 
 def _copied(column: pa.ChunkedArray) -> pa.Array:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from overlord.sample import Ragged
+from overlord.sample import Ragged, RaggedSpans, spans_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,7 +16,7 @@ class Pieces:
     row: np.ndarray  # int64: row of every sample
     part: np.ndarray  # int32: number of the piece within its row
     size: np.ndarray  # int64: tokens
-    tokens: Ragged  # starts at 0, without unused values
+    tokens: Ragged  # with weights: starts at 0, without unused values
     weights: Ragged | None = None  # loss weights, with the offsets of ``tokens``
 
 
@@ -46,7 +46,8 @@ def split_rows(
 
     The caller has left out of ``keep`` the rows that "quarantine" or "drop" rejects.
     """
-    starts, lengths = tokens.offsets[:-1][keep], tokens.lengths[keep]
+    spans = spans_of(tokens)
+    starts, lengths = spans.starts[keep], tokens.lengths[keep]
     pieces = np.ones(len(keep), np.int64)
     if on_long == "truncate":
         lengths = np.minimum(lengths, context)
@@ -55,17 +56,15 @@ def split_rows(
     kept = np.repeat(np.arange(len(keep)), pieces)  # per sample: its row among the kept ones
     part = np.arange(len(kept)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     size = np.minimum(lengths[kept] - part * context, context)
+    row, numbers = keep[kept], part.astype(np.int32)
+    if weights is None:
+        first = starts[kept] + part * context
+        return Pieces(row, numbers, size, RaggedSpans(spans.held, first, first + size))
     offsets = np.zeros(len(kept) + 1, np.int64)
     np.cumsum(size, out=offsets[1:])
-    return Pieces(
-        keep[kept],
-        part.astype(np.int32),
-        size,
-        Ragged(_gather(tokens.values, starts, lengths), offsets),
-        None
-        if weights is None
-        else Ragged(_gather(weights.values, weights.offsets[:-1][keep], lengths), offsets),
-    )
+    ids = Ragged(_gather(spans.held, starts, lengths), offsets)
+    kept_weights = _gather(weights.values, weights.offsets[:-1][keep], lengths)
+    return Pieces(row, numbers, size, ids, Ragged(kept_weights, offsets))
 
 
 def _gather(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

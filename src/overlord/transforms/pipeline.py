@@ -13,7 +13,8 @@ neighbours.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,7 +23,7 @@ import pyarrow as pa
 from overlord.documents import LENGTHS, PROMPTS
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
-from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged, RaggedSpans, spans_of
 from overlord.sources.tables import arrow_of, is_mixed
 from overlord.transforms.base import (
     Block,
@@ -170,6 +171,10 @@ class Pipeline:
                 f"expected different names of metadata, got {twice[0]!r} twice",
                 "rename one of them",
             )
+        # Whether a sample is a row of ids and nothing else; ``blocks_of`` reads all at once.
+        self._only_ids = not names and all(
+            isinstance(t, Tokens) and t.loss is None for t in self.transforms
+        )
         self._paired_meta = [(a, b) for a in names for b in names if a != b and describes(a, b)]
         self._needs = self._row_stage_needs()
         # By thread: the transform that the thread executes, its rows, and their identity.
@@ -303,6 +308,37 @@ class Pipeline:
             bad = unequal_weights(weights, lengths) | bad
         if self.document_meta:
             return self._grouped_block(frame, tokens, weights, bad)
+        return self._whole_block(frame, tokens, weights, bad)
+
+    def blocks_of(self, table: pa.Table) -> Callable[[np.ndarray], Block] | None:
+        """Return a function from rows of the slice stage to their block, without a copy of ids.
+
+        The block equals that of ``row_stage``. Its ids are spans of those of the table, which are
+        read at once. Return None if samples are more than ids, or if no row has ids.
+        """
+        if not self._only_ids or not table.num_rows:
+            return None
+        frame = RowFrame(table)
+        try:
+            for t in self.transforms:
+                assert isinstance(t, Tokens)
+                _use_ids(frame, t)
+            ids, bad = read_ids(frame.table, IDS)
+        except Unfit:
+            return None
+        return partial(self._block_of, table, spans_of(ids), bad)
+
+    def _block_of(self, table: pa.Table, ids: RaggedSpans, bad: Bad, rows: np.ndarray) -> Block:
+        frame = RowFrame(table.slice(0, len(rows)))  # only the number of its rows is used
+        tokens = RaggedSpans(ids.held, ids.starts[rows], ids.stops[rows])
+        mine = {j: bad[i] for j, i in enumerate(rows.tolist()) if i in bad} if bad else {}
+        return self._whole_block(frame, tokens, None, mine)
+
+    def _whole_block(
+        self, frame: RowFrame, tokens: Ragged, weights: Ragged | None, bad: Bad
+    ) -> Block:
+        """Return the block of rows that are one document each."""
+        lengths = tokens.lengths
         # The usual case: no row is removed or split.
         if not bad and int(lengths.min()) > 0 and int(lengths.max()) <= self.context:
             whole = Pieces(
