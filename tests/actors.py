@@ -41,6 +41,9 @@ class Worker:
     def echo(self, value: Any) -> Any:
         return value
 
+    def complain(self, text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
     def has(self, module: str) -> bool:
         return module in sys.modules
 
@@ -172,6 +175,12 @@ def when_allowed(path: str) -> Worker:
     """Build the actor once the file exists."""
     until_there(path)
     return Worker()
+
+
+def name_when_allowed(name: str, path: str) -> str:
+    """Return the name once the file exists."""
+    until_there(path)
+    return name
 
 
 def until_there(path: str) -> None:

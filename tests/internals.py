@@ -306,10 +306,15 @@ def serve_clients(worker: Any, token: str, **where: Any) -> Any:
 
 
 def send_raw(data: bytes) -> None:
-    """Send bytes that are not a frame on the first socket of this worker process."""
+    """Send bytes that are not a frame on the first connection of this worker process."""
     from overlord.rpc import process_launcher
 
-    process_launcher._open_sockets[0].send(data)
+    process_launcher._open_connections[0]._connection._sock.send(data)
+
+
+def socket_to_actor(handle: Any) -> socket.socket:
+    """Return this side's socket of the connection to an actor that has connected."""
+    return handle.record.inbound.connection._sock
 
 
 def has_waiter(pool: Any) -> bool:

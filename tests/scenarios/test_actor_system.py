@@ -517,6 +517,20 @@ def test_shutdown_lets_actors_finish_and_closes_them(backend: Backend, tmp_path:
 
 
 @pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name, indirect=True)
+def test_one_actor_is_stopped_and_the_others_run_on(backend: Backend, tmp_path: Path) -> None:
+    with backend.make() as control:
+        one = control.spawn(Worker, str(tmp_path / "closed"), name="one")
+        other, deaths = control.spawn(Worker, name="other"), Deaths()
+        control.on_death(one, deaths)
+        last = control.call(one, "sleep", 0.1)
+        control.stop(one, SOON_S)
+        assert (last.result(0), (tmp_path / "closed").read_text()) == ("slept", "closed")
+        with pytest.raises(ActorLost, match="was shut down"):
+            ask(control, one, "echo", 1)
+        assert (ask(control, other, "echo", 1), deaths.told) == (1, [])
+
+
+@pytest.mark.parametrize("backend", STARTERS, ids=lambda b: b.name, indirect=True)
 def test_a_promise_not_kept_at_shutdown_is_an_error(backend: Backend) -> None:
     control = backend.make()
     promise = control.call(control.spawn(Worker, name="worker"), "promise")

@@ -4,10 +4,10 @@ left behind.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,12 +25,12 @@ import pytest
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
 from overlord.process import forkserver
 from overlord.process.forkserver import PRELOAD
-from overlord.rpc import process_launcher
+from overlord.rpc import launched_actors, process_launcher
 from overlord.rpc.process_launcher import ProcessActorSystem
 from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.codec import register
-from tests.actors import Worker
-from tests.internals import send_raw
+from tests.actors import Worker, name_when_allowed
+from tests.internals import send_raw, socket_to_actor
 from tests.processes import WAIT_S, halt, left_after, runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,10 +159,7 @@ def test_a_kill_from_outside_is_told_at_once(control: ProcessActorSystem) -> Non
     assert any(took() < TOLD_S for _ in range(5)), "no death was told within ten times its bound"
 
 
-def test_answers_given_before_the_death_still_count(
-    control: ProcessActorSystem, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_launcher, "READS", 1)
+def test_answers_given_before_the_death_still_count(control: ProcessActorSystem) -> None:
     actor, gone = control.spawn(Worker, name="worker"), threading.Event()
     control.call(actor, "echo", 1).add_done_callback(
         lambda _: gone.wait(SOON_S)
@@ -185,9 +182,15 @@ def test_a_kill_before_the_start_is_just_that(control: ProcessActorSystem) -> No
 
 
 def test_a_stopped_actor_blocks_no_caller_and_can_be_killed(
-    control: ProcessActorSystem, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process_launcher, "MAX_WAITING_BYTES", 2**25)
+    monkeypatch.setattr(launched_actors, "MAX_WAITING_BYTES", 2**25)
+    monkeypatch.setattr(launched_actors, "SHARED_BYTES", 2**20)
+    with ProcessActorSystem() as control:
+        stop_one_and_kill_it(control)
+
+
+def stop_one_and_kill_it(control: ProcessActorSystem) -> None:
     actor, other = control.spawn(Worker, name="stopped"), control.spawn(Worker, name="other")
     ask(control, actor, "echo", 1)
     halt(actor.pid)
@@ -307,15 +310,21 @@ def test_a_hundred_actors_leave_no_open_file_and_no_thread(control: ProcessActor
 
 
 def test_a_control_plane_leaves_no_open_file() -> None:
-    with ProcessActorSystem() as first:
-        first.spawn(Worker, name="worker")
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
+    def one() -> None:
         with ProcessActorSystem() as control:
             control.spawn(Worker, name="worker")
             with pytest.raises(JobError):
                 control.spawn(Worker, threading.Lock(), name="cannot be sent")
-    assert len(os.listdir("/proc/self/fd")) <= before
+
+    def open_files() -> int:
+        gc.collect()  # the notifier of a memory pool is closed with the last reference to the pool
+        return len(os.listdir("/proc/self/fd"))
+
+    one()  # the fork server has its own files
+    before = open_files()
+    for _ in range(3):
+        one()
+    assert open_files() <= before
 
 
 FAMILY = """
@@ -457,6 +466,74 @@ def test_a_factory_that_the_process_cannot_find_is_reported(
         ask(control, control.spawn(module.Lost, name="lost"), "echo", 1)
 
 
+def test_a_process_that_cannot_connect_is_reported_with_its_error_output(
+    control: ProcessActorSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    control.address = "overlord://127.0.0.1:1/nowhere"
+    with pytest.raises(
+        ActorLost,
+        match=r"ended before it could start \(exit code 1\); its last error output: "
+        r"overlord.errors.ActorLost: overlord://127.0.0.1:1/nowhere is lost",
+    ):
+        ask(control, control.spawn(Worker, name="lost"), "echo", 1)
+    assert "error output of lost before it could start:\n  " in caplog.text
+    assert "Traceback" in caplog.text
+
+
+class LastWord(str):
+    """A name that ends the process in which it is unpickled, after a word to the error output."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"echo a last word >&2; kill -9 {'$PPID'}",)
+
+
+def test_a_crash_before_the_start_is_reported_with_the_error_output(
+    control: ProcessActorSystem,
+) -> None:
+    with pytest.raises(ActorLost) as caught:
+        ask(control, control.spawn(Worker, name=LastWord("worker")), "echo", 1)
+    assert caught.value.reason == (
+        "killed by signal 9 before it could start; its last error output: a last word"
+    )
+
+
+def test_error_output_goes_where_it_went_once_an_actor_has_started(tmp_path: Path) -> None:
+    body = """
+        control = ProcessActorSystem()
+        actor = control.spawn(Worker, name="worker")
+        control.call(actor, "complain", "a word").result(20)
+        print("done", flush=True)
+    """
+    with Program(tmp_path / "program.py", body) as program:
+        assert program.end() == ("done\n", "a word\n")
+
+
+class Late(str):
+    """A name that can be unpickled once a file exists."""
+
+    path: Path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return name_when_allowed, (str(self), str(self.path))
+
+
+def test_a_wait_for_an_actor_that_has_not_started_says_so(
+    control: ProcessActorSystem, tmp_path: Path
+) -> None:
+    name = Late("worker")
+    name.path = tmp_path / "go"
+    actor = control.spawn(Worker, name=name)
+    answer = control.call(actor, "echo", 1)
+    with pytest.raises(
+        DataStall,
+        match=rf"worker to be started, whose process {actor.pid} has not connected yet, "
+        "and to answer 'echo'",
+    ):
+        control.get(answer, 0.05)
+    (tmp_path / "go").touch()
+    assert control.get(answer, SOON_S) == 1
+
+
 def test_actors_do_not_import_the_main_file_of_a_program_that_sends_nothing_of_it(
     tmp_path: Path,
 ) -> None:
@@ -537,7 +614,7 @@ def test_shutdown_from_a_callback_is_refused(control: ProcessActorSystem) -> Non
 def test_the_socket_is_not_passed_on_to_other_processes(control: ProcessActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     ask(control, actor, "echo", 1)
-    assert not socket.socket.get_inheritable(actor.record.sock)
+    assert not socket_to_actor(actor).get_inheritable()
 
 
 def test_a_process_that_another_thread_has_closed_is_over_for_who_joins_it() -> None:

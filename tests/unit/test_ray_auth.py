@@ -21,7 +21,7 @@ from overlord.ray.auth import (
     check_token,
     same_head,
 )
-from overlord.ray.worker import LaunchSpec, adopt_environment
+from overlord.ray.worker import RayLaunchSpec, adopt_environment
 from overlord.transport.address import reachable
 
 SHUT, OPEN = (
@@ -142,9 +142,9 @@ def test_a_process_listens_where_the_environment_says_then_at_its_node_then_at_t
     assert NetworkPlatform(None, "127.0.0.2").inside()["host"] == "127.0.0.2"
     monkeypatch.setenv("OVERLORD_INTERFACE", "127.0.0.3")
     assert NetworkPlatform(None, "127.0.0.2").inside()["host"] == "127.0.0.3"
-    adopt_environment(LaunchSpec(name="part", address="", token="", lease_id=1), "127.0.0.2")
+    adopt_environment(RayLaunchSpec(name="part", address="", token="", lease_id=1), "127.0.0.2")
     assert os.environ["OVERLORD_INTERFACE"] == "127.0.0.3", "said where the node was started"
     monkeypatch.delenv("OVERLORD_INTERFACE")
-    adopt_environment(LaunchSpec(name="part", address="", token="", lease_id=1), "127.0.0.2")
+    adopt_environment(RayLaunchSpec(name="part", address="", token="", lease_id=1), "127.0.0.2")
     assert NetworkPlatform().inside()["host"] == "127.0.0.2"
     monkeypatch.delenv("OVERLORD_INTERFACE")

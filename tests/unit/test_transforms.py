@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,9 @@ import pytest
 from overlord.errors import ActorLost, DataStall, JobError, TransformError
 from overlord.process.forkserver import describe_exit
 from overlord.sources.tables import column_of, table_of
-from overlord.transforms import transform_process
 from overlord.transforms.base import Block, Filter, Map, Meta, RowIds, Select, Tokens
 from overlord.transforms.image_rows import read_images
 from overlord.transforms.pipeline import Pipeline
-from overlord.transforms.timeouts import Timeouts
 from overlord.transforms.tokenize import Tokenize, build_encoder
 from overlord.transforms.transform_process import TransformWorker
 from tests.processes import WAIT_S, left_after
@@ -825,9 +824,7 @@ def test_an_error_in_the_worker_is_the_same_error_here(tokenizer: str):
 
 
 @pytest.mark.parametrize("how", ["killed", "left"])
-def test_a_worker_that_dies_is_named(how: str, tokenizer: str, monkeypatch: pytest.MonkeyPatch):
-    # how it ended is the fork server's to say
-    monkeypatch.setattr(transform_process, "TIMEOUTS", Timeouts(close_s=WAIT_S))
+def test_a_worker_that_dies_is_named(how: str, tokenizer: str):
     with TransformWorker(
         pipeline(Map(leave if how == "left" else upper), Tokenize(tokenizer)),
         "transforms of 'web' (1)",
@@ -852,17 +849,42 @@ def test_how_a_process_ended_is_said_as_far_as_it_is_known():
 
 
 def test_a_worker_that_does_not_answer_is_given_up_at_its_deadline(tokenizer: str):
-    worker = TransformWorker(pipeline(Map(slow), Tokenize(tokenizer)))
-    worker.set_deadline(0.05)
-    pid = worker.pid
-    with pytest.raises(DataStall, match="transforms of 'web', slice stage"):
-        worker.slice_stage(pa.table({"text": ["a"]}), ids(1))
-    assert left_after([pid], WAIT_S) == []
+    with TransformWorker(pipeline(Map(slow), Tokenize(tokenizer))) as worker:
+        worker.set_deadline(0.05)
+        pid = worker.pid
+        with pytest.raises(DataStall, match="transforms of 'web', slice stage"):
+            worker.slice_stage(pa.table({"text": ["a"]}), ids(1))
+        assert left_after([pid], WAIT_S) == []
 
 
 def test_a_function_that_cannot_cross_to_a_process_is_refused_with_the_way_out(tokenizer: str):
-    with pytest.raises(TransformError, match="use a function of a module, not a lambda"):
-        TransformWorker(pipeline(Map(lambda columns: columns), Tokenize(tokenizer)))
+    lock = threading.Lock()
+    with pytest.raises(
+        JobError,
+        match=r"source 'web': .*variable 'lock': an object of _thread.lock cannot be sent to "
+        "another process: .*; create it in the function that uses it",
+    ):
+        TransformWorker(pipeline(Map(lambda columns: lock), Tokenize(tokenizer)))
+
+
+def test_any_number_of_workers_share_one_thread_which_ends_with_the_last(tokenizer: str):
+    before = threading.active_count()
+    workers = [TransformWorker(pipeline(Map(upper), Tokenize(tokenizer))) for _ in range(3)]
+    assert threading.active_count() == before + 1
+    for worker in workers:
+        worker.close()
+    assert threading.active_count() == before
+
+
+def test_a_worker_that_cannot_open_its_transforms_raises_their_error(
+    tokenizer: str, monkeypatch: pytest.MonkeyPatch
+):
+    module = type(sys)("only_here")
+    exec("def convert(columns):\n    return columns", module.__dict__)
+    module.convert.__module__ = "only_here"
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    with pytest.raises(ModuleNotFoundError, match="only_here"):
+        TransformWorker(pipeline(Map(module.convert), Tokenize(tokenizer)))
 
 
 def test_closing_leaves_no_process(tokenizer: str):

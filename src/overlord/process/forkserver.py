@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import importlib
 import io
 import multiprocessing
+import operator
 import os
 import select
 import signal
+import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, popen_forkserver, reduction, spawn, util
 from multiprocessing.context import ForkServerContext, ForkServerProcess, set_spawning_popen
-from typing import Any
+from typing import IO, Any
 
 from overlord import import_path
 from overlord.process.exit import exit_now
@@ -57,6 +61,8 @@ class _Popen(popen_forkserver.Popen):
         sent = io.BytesIO()
         set_spawning_popen(self)
         try:
+            if process_obj.startup_output is not None:  # first: from then on all is collected
+                prepared = {"startup_output": process_obj.startup_output.redirect(), **prepared}
             reduction.dump(prepared, sent)
             reduction.dump(process_obj, sent)
         finally:
@@ -70,6 +76,78 @@ class _Popen(popen_forkserver.Popen):
         self.pid = forkserver.read_signed(self.sentinel)
 
 
+_STARTUP = "_overlord_startup_output"  # attribute of ``sys`` in a child
+OUTPUT_BYTES = 2**16  # of the error output that is read
+OUTPUT_LINES = 20  # the most that is reported
+
+
+class _Deferred:
+    """A call that is executed where the object is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any):
+        self._reduced = (function, args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced
+
+
+class StartupOutput:
+    """The error output of a child before it has started, in a file without a name.
+
+    A child that fails then, for example in an import, can report no error in another way. The
+    child's own error output is restored by ``release_startup_output``.
+    """
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] = (
+            open(os.memfd_create("startup-output"), "w+b", buffering=0)  # noqa: SIM115
+            if hasattr(os, "memfd_create")
+            else tempfile.TemporaryFile()  # noqa: SIM115
+        )
+
+    def redirect(self) -> list[_Deferred]:
+        """Return the calls that redirect the error output of a child.
+
+        They use Python's own modules only, because they precede the module path of the child. Call
+        while the child is being spawned.
+        """
+        copy = reduction.DupFd(self._file.fileno())
+        file = _Deferred(operator.methodcaller("detach"), copy)
+        module = _Deferred(importlib.import_module, "sys")
+        return [
+            _Deferred(setattr, module, _STARTUP, (_Deferred(os.dup, 2), file)),
+            _Deferred(os.dup2, file, 2),
+        ]
+
+    def last_lines(self) -> list[str]:
+        """Return the last lines of the output, without empty ones."""
+        size = os.fstat(self._file.fileno()).st_size
+        start = max(0, size - OUTPUT_BYTES)
+        text = os.pread(self._file.fileno(), size - start, start).decode(errors="replace")
+        return [line for line in text.splitlines() if line.strip()][-OUTPUT_LINES:]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def release_startup_output() -> None:
+    """Restore the error output of this process, and write there what was collected before.
+
+    Call it in a child that has started.
+    """
+    kept, file = sys.__dict__.pop(_STARTUP, (None, None))
+    if kept is None:
+        return
+    sys.stderr.flush()
+    os.dup2(kept, 2)
+    at = 0
+    with suppress(OSError):  # the error output is closed
+        while data := os.pread(file, OUTPUT_BYTES, at):
+            at += os.write(2, data)
+    os.close(kept)
+    os.close(file)
+
+
 class Process(ForkServerProcess):
     """A child of the fork server that may be closed while another thread joins it.
 
@@ -78,10 +156,14 @@ class Process(ForkServerProcess):
     """
 
     _ended = False  # closed, or being closed
+    startup_output: StartupOutput | None = None  # receives its error output until it has started
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802
         return _Popen(process_obj)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: v for key, v in self.__dict__.items() if key != "startup_output"}
 
     def close(self) -> None:
         self._ended = True
@@ -121,10 +203,15 @@ def context() -> ForkServerContext:
     return found
 
 
-def process(**arguments: Any) -> Process:
-    """Return a child process of the fork server that is not started yet."""
+def process(*, startup_output: StartupOutput | None = None, **arguments: Any) -> Process:
+    """Return a child process of the fork server that is not started yet.
+
+    ``startup_output`` receives its error output until it calls ``release_startup_output``.
+    """
     context()
-    return Process(**arguments)
+    made = Process(**arguments)
+    made.startup_output = startup_output
+    return made
 
 
 def warm_up() -> None:

@@ -20,7 +20,7 @@ from overlord.ray.ray_import import (
     ray_state,
     ray_worker,
 )
-from overlord.ray.worker import ActorBody, LaunchSpec
+from overlord.ray.worker import ActorBody, RayLaunchSpec
 from overlord.ray.worker_logs import WorkerOutput
 
 DIED = "its process died silently: it was killed, crashed or ran out of memory"
@@ -31,7 +31,7 @@ UNAVAILABLE = "it cannot be reached: its process is suspended, or its node is un
 class RayActor(ActorBody):
     """An actor in a process of Ray."""
 
-    def begin(self, spec: LaunchSpec, multi_machine: bool, code: bytes) -> int | None:
+    def begin(self, spec: RayLaunchSpec, multi_machine: bool, code: bytes) -> int | None:
         """Serve the calls of the actor until it ends; return its exit code.
 
         The code is unpacked once the module path is set up.

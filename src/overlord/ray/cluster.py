@@ -33,7 +33,7 @@ from overlord.ray.nodes import here, living_nodes
 from overlord.ray.placement import RayPlace
 from overlord.ray.ray_import import ray
 from overlord.ray.timeouts import TIMEOUTS
-from overlord.ray.worker import LaunchSpec
+from overlord.ray.worker import RayLaunchSpec
 
 __all__ = [
     "CLUSTER",
@@ -151,7 +151,12 @@ class Cluster:
         return not self._ours or self.address is not None
 
     def start(
-        self, job: str, spec: LaunchSpec, place: RayPlace, code: bytes, wanted: Callable[[], bool]
+        self,
+        job: str,
+        spec: RayLaunchSpec,
+        place: RayPlace,
+        code: bytes,
+        wanted: Callable[[], bool],
     ) -> tuple[Any, Future[Any]] | None:
         """Start an actor; return it and a future that is done when it ends.
 

@@ -7,21 +7,18 @@ deadlines are those of ``rpc/peers.py``. This module starts actors and handles t
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from overlord.concurrency.event_loop import ThreadQueue
 from overlord.concurrency.platform import NetworkPlatform, Platform
-from overlord.errors import DataStall, JobError, OverlordError
-from overlord.process.code import pack_code
+from overlord.errors import JobError, OverlordError
+from overlord.process.shutdown import Steps
 from overlord.ray.actors import actor_of, end_process, kill, reason_of
 from overlord.ray.cluster import CLUSTER
 from overlord.ray.connection import warn_if_exposed
@@ -29,35 +26,24 @@ from overlord.ray.node_choice import Node
 from overlord.ray.nodes import here, node_here
 from overlord.ray.placement import RayPlace, room_text
 from overlord.ray.timeouts import TIMEOUTS
-from overlord.ray.worker import LaunchSpec, this_machine
+from overlord.ray.worker import RayLaunchSpec, this_machine
 from overlord.ray.worker_logs import WorkerOutput
 from overlord.rpc import timeouts as rpc_timeouts
-from overlord.rpc.actors import (
-    CONTROL,
-    INTERRUPTED_S,
-    SHUT_DOWN,
-    SHUTDOWN_S,
-    ActorHandle,
-    ActorRecord,
-    BaseActorSystem,
-    PendingCall,
-    Somewhere,
-    factory_failed,
-    open_reply,
-)
-from overlord.rpc.peers import ActorListener, InboundConnection, after, complete_call
+from overlord.rpc.actor_process import LaunchSpec
+from overlord.rpc.actors import INTERRUPTED_S, ActorHandle, Somewhere
+from overlord.rpc.launched_actors import LaunchedActorSystem, LaunchedRecord
+from overlord.rpc.peers import ActorListener, after
 
 log = logging.getLogger("overlord")
 
 KILLED = "killed"
 
 
-class RayRecord(ActorRecord):
-    """The record of an actor that Ray starts and that connects to this process."""
+class RayRecord(LaunchedRecord):
+    """The record of an actor that Ray starts."""
 
     def __init__(self, name: str):
         super().__init__(name)
-        self.inbound = InboundConnection()
         self.actor: Any = None  # Ray's handle
         self.local = False  # whether its process runs on this machine
         self.killed = ""  # the reason, once it was killed
@@ -69,86 +55,39 @@ class RayRecord(ActorRecord):
         return (self.local and self.handle is not None and self.handle.pid) or 0
 
 
-class RayActorSystem(BaseActorSystem[RayRecord]):
-    """The actor system of a Ray cluster.
+class RayLauncher:
+    """The launcher of processes on a Ray cluster, which it holds until ``close``."""
 
-    Callbacks of futures and deaths run in threads of this class.
-    """
+    exit_s = INTERRUPTED_S  # Ray ends a suspended process in a few seconds
+    killed_s = TIMEOUTS.killed_s
 
-    def __init__(
-        self, address: str | None = None, *, job: str = "overlord", ports: range | None = None
-    ):
-        super().__init__(RayRecord, send=_send, start=self._start_actor, place=_place)
-        CLUSTER.hold(address)
-        try:
-            warn_if_exposed()
-            self.machine = (
-                NetworkPlatform(ports) if CLUSTER.multi_machine else Platform(ports)
-            )  # for workers
-            own = NetworkPlatform(ports, here()) if CLUSTER.multi_machine else self.machine
-            self._listener: ActorListener[RayRecord] = ActorListener(
-                own,
-                on_end=self._ended,
-                on_disconnect=self._disconnected,
-                on_reply=self._replied,
-                on_hello=self._connected,
-            )
-        except BaseException:
-            CLUSTER.release()
-            raise
-        self.address = self._listener.address
-        self._job, self._machine_id, self._pid = job, this_machine(), os.getpid()
+    def __init__(self, job: str):
+        self._job, self._machine_id = job, this_machine()
+        self._listener: ActorListener[RayRecord]
         # Ray's callbacks must not send requests to Ray, so this thread handles their events.
         self._events = ThreadQueue(1, "ray")
         # The caller of spawn must not wait for Ray, whose head may be lost.
         self._starts = ThreadQueue(1, "ray-starts")
         self._path = tuple(p for p in sys.path if p)
-        # Runs before Ray's handler, which was registered first and ends actors of open sessions.
-        atexit.register(self._at_exit)
+
+    def attach(self, listener: ActorListener[RayRecord]) -> None:
+        self._listener = listener
 
     # starting
 
-    def nodes(self) -> list[Node]:
-        """Return the nodes on which actors can run; empty if the cluster has only this machine."""
-        return CLUSTER.nodes() if CLUSTER.multi_machine else []
-
-    def node_here(self) -> str:
-        """Return the id of the node of this process; empty if the cluster has only this machine."""
-        return node_here() if CLUSTER.multi_machine else ""
-
-    def pid_here(self, handle: ActorHandle) -> int:
-        """Return the pid of an actor that has connected from this machine; 0 for another one."""
-        return handle.record.pid if isinstance(handle.record, RayRecord) else 0
-
-    def asked(self) -> dict[str, dict[str, float]]:
-        """Return the resources requested from Ray for every actor.
-
-        These are cores, memory in bytes, and resources that the cluster defines.
-        """
-        places = {r.name: r.place for r in self._living() if r.place is not None}
-        return {
-            name: {"cores": p.num_cpus, "memory": p.memory or 0.0, **dict(p.resources)}
-            for name, p in places.items()
-        }
-
-    def _start_actor(
-        self, record: RayRecord, factory: Callable[..., Any], args: tuple[Any, ...]
-    ) -> ActorHandle:
-        code = pack_code((factory, args), f"actor {record.name!r}")
-        handle = record.handle = ActorHandle(record.name, None, record)
-        spec = LaunchSpec(
-            name=record.name,
-            address=self.address,
-            token=self._listener.token,
-            lease_id=self._listener.expect(record),
+    def spawn(self, record: RayRecord, spec: LaunchSpec, code: bytes) -> None:
+        on_ray = RayLaunchSpec(
+            name=spec.name,
+            address=spec.address,
+            token=spec.token,
+            lease_id=spec.lease_id,
             environ=None if CLUSTER.multi_machine else dict(os.environ),
             directory="" if CLUSTER.multi_machine else os.getcwd(),
             path=self._path,
         )
-        self._starts.do(lambda: self._begin(record, spec, code))
-        return handle
+        self._starts.do(lambda: self._begin(record, on_ray, code))
 
-    def _begin(self, record: RayRecord, spec: LaunchSpec, code: bytes) -> None:
+    def _begin(self, record: RayRecord, spec: RayLaunchSpec, code: bytes) -> None:
         """Start the actor through Ray; record an error of Ray as its reason of death.
 
         Runs on: the thread for starts.
@@ -183,7 +122,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             record.inbound.connection is None
             and record.reason is None
             and not record.killed
-            and not self._closed
+            and not record.exiting
         )
 
     def _warn_that_it_waits(self, record: RayRecord) -> None:
@@ -195,7 +134,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             )
 
     def _start_without_resources(
-        self, record: RayRecord, actor: Any, spec: LaunchSpec, code: bytes
+        self, record: RayRecord, actor: Any, spec: RayLaunchSpec, code: bytes
     ) -> None:
         """Start an actor again without its resources if Ray has not started a process for it.
 
@@ -222,7 +161,7 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
         self._begin(record, replace(spec, lease_id=lease_id), code)
 
     def _check_start_later(
-        self, record: RayRecord, actor: Any, spec: LaunchSpec, code: bytes
+        self, record: RayRecord, actor: Any, spec: RayLaunchSpec, code: bytes
     ) -> None:
         after(
             TIMEOUTS.process_s,
@@ -231,29 +170,19 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             ),
         )
 
-    def _waiting_for(self, future: Future[Any]) -> str:
-        if isinstance(future, PendingCall):
-            for record in self._living():
-                if record.name == future.actor and record.inbound.connection is None:
-                    where = (
-                        f"on {room_text(record.place, CLUSTER.nodes())}"
-                        if record.place.waits
-                        else "for which Ray has no process yet"
-                    )
-                    return f"{record.name} to be started, {where}"
-        return super()._waiting_for(future)
+    def awaits(self, record: RayRecord) -> str:
+        where = (
+            f"on {room_text(record.place, CLUSTER.nodes())}"
+            if record.place.waits
+            else "for which Ray has no process yet"
+        )
+        return f"{record.name} to be started, {where}"
 
     # ending
 
-    def kill(self, handle: ActorHandle) -> None:
-        record = self._own(handle)
+    def kill(self, record: RayRecord) -> None:
         if record.reason is None:
             self._kill(record)
-            if not self._in_callback() and not record.exited.wait(TIMEOUTS.killed_s):
-                raise DataStall(
-                    f"the process of actor {handle.name!r} to exit after it was killed",
-                    TIMEOUTS.killed_s,
-                )
 
     def _kill(self, record: RayRecord, why: str = KILLED) -> None:
         """Kill an actor, for the reason ``why``; return before it has exited.
@@ -276,16 +205,15 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             lambda: self._listener.died(record.inbound.lease_id, record.killed),
         )
 
-    def _in_callback(self) -> bool:
-        return self._listener.in_its_thread or self._events.is_current()
+    def in_callback(self) -> bool:
+        """Return whether the caller is the thread of Ray's events."""
+        return self._events.is_current()
 
-    def _disconnected(self, record: RayRecord, reason: str) -> None:
+    def disconnected(self, record: RayRecord, reason: str) -> None:
         """Kill an actor whose connection ended, unless Ray reports its end first.
 
         Nearly always its process has ended. A process without a connection is useless.
         """
-        if self._closed or record.reason is not None:
-            return
         lease_id = record.inbound.lease_id
         why = f"its connection ended, and Ray reported no reason: {reason}"
 
@@ -327,65 +255,63 @@ class RayActorSystem(BaseActorSystem[RayRecord]):
             else ""
         )
 
-    def _ended(self, record: RayRecord) -> None:
-        assert record.inbound.end is not None
-        if record.exiting:
-            self._mark_ended(record, SHUT_DOWN, quiet=True)
-        elif record.fault is not None:
-            self._mark_ended(record, factory_failed(record.fault), fault=record.fault)
-        else:
-            self._mark_ended(record, record.inbound.end[0])
-        record.exited.set()
-
-    def _connected(self, record: RayRecord, hello: Mapping[str, Any]) -> None:
+    def connected(self, record: RayRecord, hello: Mapping[str, Any]) -> None:
         record.local = bool(self._machine_id) and hello.get("machine") == self._machine_id
         record.output = WorkerOutput.from_hello(hello.get("output"))
 
-    def _replied(
-        self, record: RayRecord, number: int, header: bytes, columns: list[np.ndarray]
-    ) -> None:
-        if number != CONTROL:
-            complete_call(record, number, header, columns)
-            return
-        _, fault = open_reply(record.name, header, columns)
-        if record.exiting:
-            log.warning("actor %s failed to close: %s", record.name, fault)
-        else:
-            record.fault = fault
-
-    def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Let every actor finish its calls and exit; kill the others after ``timeout_s``."""
-        if os.getpid() != self._pid:  # a forked copy of the program does not own the actors
-            return
-        if self._in_callback():
-            raise OverlordError(
-                "shutdown: expected a caller outside of callbacks, got a callback; call it "
-                "from another thread"
-            )
-        self._run_shutdown(
-            lambda: [
-                lambda: self._end_all(timeout_s),
-                lambda: self._listener.close(INTERRUPTED_S),
-                self._starts.close,
-                self._events.close,
-                CLUSTER.leave,
-                CLUSTER.settle,
-                lambda: atexit.unregister(self._at_exit),
-            ]
-        )
-
-    def _end_all(self, timeout_s: float) -> None:
-        for record in self._request_exit(self._living(), timeout_s, self._kill):
-            record.exited.wait(INTERRUPTED_S)
-            # Ray ends a suspended process in a few seconds.
-            self._mark_ended(record, SHUT_DOWN, quiet=True)
-
-    def _at_exit(self) -> None:
-        self.shutdown(INTERRUPTED_S)
+    def closing(self) -> Steps:
+        return [self._starts.close, self._events.close, CLUSTER.leave, CLUSTER.settle]
 
 
-def _send(record: RayRecord, number: int, header: bytes, columns: list[np.ndarray]) -> None:
-    record.inbound.send(number, header, columns)
+class RayActorSystem(LaunchedActorSystem[RayRecord]):
+    """The actor system of a Ray cluster.
+
+    Callbacks of futures and deaths run in threads of this class and of its launcher.
+    """
+
+    def __init__(
+        self, address: str | None = None, *, job: str = "overlord", ports: range | None = None
+    ):
+        CLUSTER.hold(address)
+        try:
+            warn_if_exposed()
+            self.machine = (
+                NetworkPlatform(ports) if CLUSTER.multi_machine else Platform(ports)
+            )  # for workers
+            own = NetworkPlatform(ports, here()) if CLUSTER.multi_machine else self.machine
+            self._ray = RayLauncher(job)
+            # Its exit handler runs before Ray's, which was registered first and ends actors of
+            # open sessions.
+            super().__init__(RayRecord, self._ray, own, place=_place)
+        except BaseException:
+            CLUSTER.release()
+            raise
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes on which actors can run; empty if the cluster has only this machine."""
+        return CLUSTER.nodes() if CLUSTER.multi_machine else []
+
+    def node_here(self) -> str:
+        """Return the id of the node of this process; empty if the cluster has only this machine."""
+        return node_here() if CLUSTER.multi_machine else ""
+
+    def pid_here(self, handle: ActorHandle) -> int:
+        """Return the pid of an actor that has connected from this machine; 0 for another one."""
+        return handle.record.pid if isinstance(handle.record, RayRecord) else 0
+
+    def asked(self) -> dict[str, dict[str, float]]:
+        """Return the resources requested from Ray for every actor.
+
+        These are cores, memory in bytes, and resources that the cluster defines.
+        """
+        places = {r.name: r.place for r in self._living() if r.place is not None}
+        return {
+            name: {"cores": p.num_cpus, "memory": p.memory or 0.0, **dict(p.resources)}
+            for name, p in places.items()
+        }
+
+    def _in_callback(self) -> bool:
+        return super()._in_callback() or self._ray.in_callback()
 
 
 def _place(name: str, resources: Mapping[str, float], node: Somewhere) -> RayPlace:

@@ -24,9 +24,6 @@ class Timeouts:
     # for a process on a node that had room: far above the start from a slow disk, far below the
     # deadline of a launch
     process_s: float = 40.0
-    connect_s: float = 30.0  # for the launching process to accept the connection of its actor
-    reply_s: float = 60.0  # for it to accept a reply: far above its need while it runs
-    idle_s: float = 60.0  # between checks of a silent connection
 
 
 TIMEOUTS = Timeouts()

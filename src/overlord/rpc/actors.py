@@ -19,6 +19,7 @@ from overlord.errors import ActorLost, DataStall, FrameError, JobError, Overlord
 from overlord.process.shutdown import CloseOnce, Steps
 from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.codec import decode, encode
+from overlord.transport.frame import check_size
 
 log = logging.getLogger("overlord")
 
@@ -117,7 +118,7 @@ class ActorServer:
                 )
             return
         try:
-            self._reply(number, *encode((ok, value)))
+            self._reply(number, *encode_message((ok, value)))
         except FrameError as e:
             where = f"result of {method!r} of actor {self.name!r}{e.where.removeprefix('value[1]')}"
             self._reply(number, *encode((False, FrameError(e.problem, where, e.remedy))))
@@ -131,6 +132,13 @@ class ActorServer:
         if not isinstance(error, OverlordError):
             where += ":\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip()
         error.add_note(where)
+
+
+def encode_message(value: Any) -> tuple[bytes, list[np.ndarray]]:
+    """Encode a call or a reply; raise ``FrameError`` if it does not fit a frame of its own."""
+    header, columns = encode(value)
+    check_size(len(header), len(columns))
+    return header, columns
 
 
 def open_reply(name: str, header: Any, columns: list[np.ndarray]) -> tuple[bool, Any]:
@@ -556,7 +564,7 @@ class BaseActorSystem(Generic[R]):
 
 def _encoded(actor: str, method: str, args: tuple[Any, ...]) -> tuple[bytes, list[np.ndarray]]:
     try:
-        return encode((method, args))
+        return encode_message((method, args))
     except FrameError:
         _name_argument(actor, method, args)
         raise

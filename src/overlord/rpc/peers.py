@@ -31,6 +31,7 @@ from overlord.rpc.actors import (
 from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.connection import TIMEOUT, Connection
 from overlord.transport.server import Server, ServerConnection, open_connection
+from overlord.transport.shared_memory import SharedMemoryPool
 
 log = logging.getLogger("overlord")
 
@@ -53,32 +54,57 @@ class InboundConnection:
     sent first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, actor: str) -> None:
+        self.actor = actor
         self.lease_id = 0
         self.connection: ServerConnection | None = None
+        self.connected = False  # whether the actor has ever connected
+        self.rejected = ""  # why its data was refused; empty if it was not
+        self.max_waiting_bytes = UNBOUNDED
         self.lock = threading.Lock()
         # reason and fault of the actor's end, while its earlier messages are still being read
         self.end: tuple[str, BaseException | None] | None = None
         self._queued: list[Call] = []
+        self._queued_bytes = 0
+        self._sent, self._sent_at = 0, time.monotonic()  # last known progress of the actor
 
     def attach(self, connection: ServerConnection) -> None:
         """Use ``connection`` for all calls, and send the queued ones. Call with the lock held."""
         # Messages of an actor are kept for long, so they are copied out of its segments.
         connection.max_held, connection.waits_for_segments = 0, False
-        connection.max_queued_bytes = UNBOUNDED
-        self.connection = connection
+        # ``send`` has its own limit, which the caller of an actor sees
+        connection.max_queued_bytes = connection.max_queued = UNBOUNDED
+        self.connection, self.connected = connection, True
         for call in self._queued:
             connection.send(call, timeout_s=0.0)
         self._queued.clear()
+        self._queued_bytes = 0
 
     def send(self, number: int, header: bytes, columns: list[np.ndarray]) -> None:
-        """Send a call, or queue it until the actor connects."""
+        """Send a call, or queue it until the actor connects.
+
+        Raise ``DataStall`` if more than ``max_waiting_bytes`` would wait for the actor.
+        """
         with self.lock:
+            nbytes = len(header) + sum(column.nbytes for column in columns)
+            self._check_waiting(nbytes)
             if self.connection is None:
                 self._queued.append((number, header, columns))
+                self._queued_bytes += nbytes
             else:
                 with contextlib.suppress(ActorLost):  # the launcher reports how it ended
                     self.connection.send((number, header, columns), timeout_s=0.0)
+
+    def _check_waiting(self, more: int) -> None:
+        sent, waiting = 0, self._queued_bytes
+        if self.connection is not None:
+            sent, waiting = self.connection.sent_bytes, self.connection.queued_bytes
+        if sent != self._sent or not waiting:
+            self._sent, self._sent_at = sent, time.monotonic()
+        if waiting and waiting + more > self.max_waiting_bytes:
+            raise DataStall(
+                f"actor {self.actor!r} to accept its calls", time.monotonic() - self._sent_at
+            )
 
 
 class InboundActor(Protocol):
@@ -119,6 +145,7 @@ class ActorListener(Generic[A]):
         on_disconnect: Callable[[A, str], None],
         on_reply: OnReply[A] = complete_call,
         on_hello: Callable[[A, Mapping[str, Any]], None] = lambda record, hello: None,
+        pool: SharedMemoryPool | None = None,
     ) -> None:
         self.token = secrets.token_urlsafe(24)
         self._on_end, self._on_disconnect = on_end, on_disconnect
@@ -131,6 +158,7 @@ class ActorListener(Generic[A]):
             on_open=self._opened,
             on_message=self._received,
             on_close=self._disconnected,
+            pool=pool,
             **platform.inside(),
         )
         self.address = self._server.address
@@ -152,6 +180,10 @@ class ActorListener(Generic[A]):
     def find(self, lease_id: int) -> A | None:
         """Return the record of the actor with this lease id; None if the actor has died."""
         return self._expected.get(lease_id)
+
+    def forget(self, lease_id: int) -> None:
+        """Expect an actor no longer, because its process could not be started."""
+        self._expected.pop(lease_id, None)
 
     def died(self, lease_id: int, reason: str, fault: BaseException | None = None) -> None:
         """Record that the process of an actor exited, as its launcher reports.
@@ -175,7 +207,30 @@ class ActorListener(Generic[A]):
     def close(self, timeout_s: float) -> None:
         self._server.close(timeout_s)
 
+    def later(self, work: Callable[[], None]) -> None:
+        """Queue a call of ``work`` in the server's thread; return at once."""
+        self._server.later(work)
+
     # in the server's thread
+
+    def watch(self, fd: int, ready: Callable[[], None]) -> None:
+        """Call ``ready`` whenever a file is readable, until ``unwatch``."""
+        self._server.watch(fd, ready)
+
+    def unwatch(self, fd: int) -> None:
+        self._server.unwatch(fd)
+
+    def exited(self, lease_id: int, reason: str, fault: BaseException | None = None) -> None:
+        """Record that a process of this machine has exited: all that it sent has arrived."""
+        record = self._expected.get(lease_id)
+        connection = None if record is None else record.inbound.connection
+        if record is None or connection is None:
+            self.died(lease_id, reason, fault)
+            return
+        del self._expected[lease_id]
+        with record.inbound.lock:
+            record.inbound.end = (reason, fault)
+        self._server.finish(connection, reason)
 
     def _opened(self, connection: ServerConnection, hello: Mapping[str, Any]) -> dict[str, Any]:
         name, lease_id, pid = hello.get("name"), hello.get("lease_id"), hello.get("pid")
@@ -211,6 +266,7 @@ class ActorListener(Generic[A]):
 
     def _disconnected(self, connection: ServerConnection, reason: str) -> None:
         record = self._connected.pop(connection)
+        record.inbound.rejected = connection.rejected
         with record.inbound.lock:
             record.inbound.connection, died = None, record.inbound.end is not None
         if died:
@@ -243,7 +299,7 @@ class RpcRecord(ActorRecord):
 
     def __init__(self, name: str):
         super().__init__(name)
-        self.inbound = InboundConnection()
+        self.inbound = InboundConnection(name)
 
 
 def _cannot_end(name: str, lease_id: int, reason: str) -> None:

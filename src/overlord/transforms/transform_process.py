@@ -1,70 +1,175 @@
 """Execution of the transforms of a source in a separate process.
 
 A source whose transforms hold the interpreter lock, or with ``workers="processes"``, gets such a
-process.
+process. It is an actor of this process (``docs/rpc.md``).
 
-Code is sent once, at spawn. Afterwards only data is sent: a small JSON header, then Arrow IPC for
-tables and raw buffers for arrays. Nothing is unpickled on either side, so a message can never
-execute code.
+Code is sent once, at spawn. Afterwards only data is sent: tables as Arrow IPC in one array, results
+as arrays. Nothing is unpickled on either side, so a message can never execute code.
 """
 
 from __future__ import annotations
 
-import signal
-import socket
-import struct
+import itertools
+import os
 import time
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from contextlib import suppress
 from threading import Lock, local
 from typing import Any, NoReturn
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 
 from overlord.checks import where_raised
 from overlord.errors import ActorLost, DataStall, TransformError
-from overlord.process import forkserver
 from overlord.process.code import pack_code, unpack_code
-from overlord.process.forkserver import describe_exit
+from overlord.rpc.actors import ActorHandle
+from overlord.rpc.process_launcher import ProcessActorSystem
 from overlord.sample import Column, Items, Ragged
 from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.timeouts import TIMEOUTS
 
+# ----------------------------------------------------------------------------
+# The actor in the child process.
 
-class Call(msgspec.Struct, frozen=True):
-    """Request of the parent to run a stage on a table.
+Result = dict[str, Any]
 
-    Row numbers (slice stage only) and the table follow it.
+
+class TransformService:
+    """The stages of a pipeline, as an actor: arguments and results are plain values and arrays.
+
+    ``code`` has the pipeline.
     """
 
-    stage: str
-    epoch: int = 0
-    file: int = 0
+    def __init__(self, code: bytes, name: str):
+        self._pipeline: Pipeline = unpack_code(code)
+        self._name = name
+
+    def ready(self) -> None:
+        """Return once the imports and the tokenizer of the pipeline are loaded."""
+
+    def slice_stage(self, epoch: int, file: int, rows: np.ndarray, table: np.ndarray) -> Result:
+        return self._run(
+            lambda: _staged(self._pipeline.slice_stage(_from_ipc(table), RowIds(epoch, file, rows)))
+        )
+
+    def row_stage(self, table: np.ndarray) -> Result:
+        return self._run(lambda: _block(self._pipeline.row_stage(_from_ipc(table))))
+
+    def _run(self, stage: Callable[[], Result]) -> Result:
+        """Run a stage, and add its CPU seconds to its result."""
+        before = time.process_time()
+        try:
+            result = stage()
+        except TransformError:
+            raise
+        except MemoryError as fault:
+            raise MemoryError(f"{self._name}: {fault}{where_raised(fault)}") from fault
+        except Exception as fault:
+            raise TransformError(
+                self._pipeline.source,
+                self._name,
+                f"{type(fault).__name__}: {fault}{where_raised(fault)}",
+            ) from fault
+        return {**result, "core_s": time.process_time() - before}
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """Message from child to parent.
+def _staged(staged: StagedRows) -> Result:
+    return {
+        "table": _to_ipc(staged.table),
+        "index": _flat(staged.index),
+        "bad": staged.bad,
+        "dropped": staged.dropped,
+    }
 
-    The arrays follow in this order, then the table if there is one.
+
+def _block(block: Block) -> Result:
+    items = block.items
+    return {
+        "index": _flat(block.index),
+        "part": _flat(block.part),
+        "tokens": _flat_ragged(block.tokens),
+        "meta": {
+            name: _flat_ragged(c) if isinstance(c, Ragged) else _flat(c)
+            for name, c in block.meta.items()
+        },
+        "bad": block.bad,
+        "items": None
+        if items is None
+        else (_flat_ragged(items.bytes.compact()), _flat(items.counts)),
+        "image_bytes": (block.image_bytes_in, block.image_bytes_out),
+        "long": _flat(block.long),
+        "lost": _flat(block.lost),
+        "weights": None if block.weights is None else _flat_ragged(block.weights),
+    }
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array)
+
+
+def _flat_ragged(ragged: Ragged) -> Ragged:
+    return Ragged(_flat(ragged.values), _flat(ragged.offsets))
+
+
+def _to_ipc(table: pa.Table) -> np.ndarray:
+    """Return a table as Arrow IPC, in one array."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return np.frombuffer(sink.getvalue(), np.uint8)
+
+
+def _from_ipc(message: np.ndarray) -> pa.Table:
+    """Return the table of an array with Arrow IPC, as views of the array."""
+    return pa.ipc.open_stream(pa.py_buffer(message)).read_all()
+
+
+# ----------------------------------------------------------------------------
+# The worker in this process, and the actor system that all workers of a process share.
+
+
+class SharedActors:
+    """The actor system of all transform workers of this process, while there are any.
+
+    One thread therefore serves any number of them. Runs on: any thread.
     """
 
-    arrays: list[tuple[str, str]] = []  # (name, dtype)
-    table: bool = False
-    bad: list[tuple[int, str]] = []
-    dropped: int = 0
-    image_bytes: tuple[int, int] = (0, 0)  # bytes of files, bytes of pixels
-    # ["TransformError", its fields...], or [name, text] of another error
-    error: list[str] | None = None
-    core_s: float = 0.0  # CPU seconds in the child
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._actors: ProcessActorSystem | None = None
+        self._users, self._pid = 0, os.getpid()
+        self._numbers = itertools.count()
+
+    def acquire(self) -> ProcessActorSystem:
+        """Return the actor system; ``release`` must follow."""
+        with self._lock:
+            if os.getpid() != self._pid:  # a forked copy does not own the actors of its parent
+                self._actors, self._users, self._pid = None, 0, os.getpid()
+            if self._actors is None:
+                # a child of a worker does not outlive it, and has no children of its own
+                self._actors = ProcessActorSystem(daemon=True)
+            self._users += 1
+            return self._actors
+
+    def release(self, actors: ProcessActorSystem) -> None:
+        """End the use of an actor system; the last use shuts it down."""
+        with self._lock:
+            if actors is not self._actors:  # of the parent of this forked copy
+                return
+            self._users -= 1
+            if self._users:
+                return
+            self._actors = None
+        actors.shutdown(TIMEOUTS.close_s)
+
+    def unique_name(self, name: str) -> str:
+        """Return a name that no other actor of this process has."""
+        return f"{name} #{next(self._numbers)}"
 
 
-@dataclass(slots=True, eq=False)
-class _Child:
-    process: Any
-    pipe: Connection
+_SHARED = SharedActors()
 
 
 class _CpuSeconds(local):
@@ -85,13 +190,20 @@ class TransformWorker:
         self.name = name or f"transforms of {pipeline.source!r}"
         self._pipeline, self._deadline_s, self._lock = pipeline, deadline_s, Lock()
         self._cpu = _CpuSeconds()
-        self._child: _Child | None = _spawn(pipeline, self.name, deadline_s)
-        with self._lock:
-            self._receive("start")  # waits for imports and the tokenizer, and raises their errors
+        code = pack_code(pipeline, f"source {pipeline.source!r}")
+        self._actors, self._closed = _SHARED.acquire(), False
+        self._child: ActorHandle | None = None
+        try:
+            name = _SHARED.unique_name(self.name)
+            self._child = self._actors.spawn(TransformService, code, self.name, name=name)
+            self._call("start", "ready")  # waits for imports and tokenizer, raises their errors
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int | None:
-        return self._child.process.pid if self._child else None
+        return self._child.pid if self._child else None
 
     separate_process = True  # a stage makes the caller wait for another process
 
@@ -119,56 +231,44 @@ class TransformWorker:
 
     def set_deadline(self, seconds: float) -> None:
         """Set the seconds that one batch may take from now on."""
-        if self._child is not None:
-            self._deadline_s = seconds
-            _set_deadline(self._child.pipe, seconds)
+        self._deadline_s = seconds
 
     def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows:
-        rows = _raw(np.asarray(ids.row, np.int64))
-        reply, _, out = self._call(
-            Call("slice", int(ids.epoch), int(ids.file)), [rows, _to_ipc(table)]
+        rows = _flat(np.asarray(ids.row, np.int64))
+        found = self._call(
+            "slice stage", "slice_stage", int(ids.epoch), int(ids.file), rows, _to_ipc(table)
         )
-        return StagedRows(out["table"], out["index"], reply.bad, reply.dropped)
+        return StagedRows(_from_ipc(found["table"]), found["index"], found["bad"], found["dropped"])
 
     def row_stage(self, table: pa.Table) -> Block:
-        reply, names, out = self._call(Call("row"), [_to_ipc(table)])
-        meta: dict[str, Column] = {
-            name.removeprefix("meta."): out[name] for name in names if name.startswith("meta.")
-        }
-        for name in (n.removeprefix("offsets.") for n in names if n.startswith("offsets.")):
-            meta[name] = Ragged(out[f"meta.{name}"], out[f"offsets.{name}"])
-        items = (
-            Items(Ragged(out["items"], out["items.offsets"]), out["items.counts"])
-            if "items" in out
-            else None
-        )
-        ids = Ragged(out["values"], out["offsets"])
-        weights = Ragged(out["weights"], out["weights.offsets"]) if "weights" in out else None
+        found = self._call("row stage", "row_stage", _to_ipc(table))
+        meta: dict[str, Column] = found["meta"]
+        bytes_in, bytes_out = found["image_bytes"]
         return Block(
-            out["index"],
-            out["part"],
-            ids,
+            found["index"],
+            found["part"],
+            found["tokens"],
             meta,
-            reply.bad,
-            items,
-            *reply.image_bytes,
-            out["long"],
-            out["lost"],
-            weights,
+            found["bad"],
+            None if found["items"] is None else Items(*found["items"]),
+            bytes_in,
+            bytes_out,
+            found["long"],
+            found["lost"],
+            found["weights"],
         )
 
     def close(self) -> None:
-        """Close the pipe of the child, which then exits; kill the child if it exits too late."""
-        child, self._child = self._child, None
-        if child is None:
+        """Let the child exit; kill it if it exits too late. Idempotent."""
+        if self._closed:
             return
-        child.pipe.close()
-        child.process.join(TIMEOUTS.close_s)
-        if child.process.is_alive():
-            child.process.kill()
-            child.process.join(TIMEOUTS.close_s)
-        if child.process.exitcode is not None:
-            child.process.close()
+        self._closed = True
+        child, self._child = self._child, None
+        try:
+            if child is not None:
+                self._actors.stop(child, TIMEOUTS.close_s)
+        finally:
+            _SHARED.release(self._actors)
 
     def __enter__(self) -> TransformWorker:
         return self
@@ -176,178 +276,35 @@ class TransformWorker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, call: Call, parts: list[Any]) -> tuple[Reply, list[str], dict[str, Any]]:
+    def _call(self, what: str, method: str, *args: Any) -> Result:
+        """Call the child; kill it if it does not answer in time."""
         with self._lock:
             if self._child is None:
                 raise ActorLost(self.name, "the transform process was closed or lost earlier")
             try:
-                _send(self._child.pipe, call, parts)
-            except BlockingIOError:
-                self._stalled(call.stage)
-            except OSError:
-                self._lost(call.stage)
-            return self._receive(call.stage)
+                answer = self._actors.call(self._child, method, *args)
+                found: Result | None = self._actors.get(answer, self._deadline_s)
+            except DataStall:
+                self._stalled(what)
+            except ActorLost as lost:
+                self._lost(what, lost.reason)
+        if found is None:
+            return {}
+        self._cpu.seconds += found["core_s"]
+        return found
 
-    def _receive(self, stage: str) -> tuple[Reply, list[str], dict[str, Any]]:
+    def _stalled(self, what: str) -> NoReturn:
+        """Kill the child, which may never finish, and raise DataStall."""
         assert self._child is not None
-        pipe, out = self._child.pipe, {}
-        try:
-            reply = msgspec.json.decode(pipe.recv_bytes(), type=Reply)
-            for name, dtype in reply.arrays:
-                out[name] = _array(pipe.recv_bytes(), dtype)
-            if reply.table:
-                out["table"] = _from_ipc(pipe.recv_bytes())
-        except BlockingIOError:
-            self._stalled(stage)
-        except (OSError, EOFError):
-            self._lost(stage)
-        self._cpu.seconds += reply.core_s
-        if reply.error is not None:
-            self._raise(reply.error)
-        return reply, [name for name, _ in reply.arrays], out
-
-    def _stalled(self, stage: str) -> NoReturn:
-        """Kill the child, whose pipe may hold a partial message, and raise DataStall."""
-        self._end_child(wait_s=0.0)
+        child, self._child = self._child, None
+        with suppress(DataStall):  # it exits later
+            self._actors.kill(child)
         raise DataStall(
-            f"{self.name}, {stage} stage, to finish {self._transforms_text()}", self._deadline_s
-        )
+            f"{self.name}, {what}, to finish {self._transforms_text()}", self._deadline_s
+        ) from None
 
-    def _lost(self, stage: str) -> NoReturn:
-        code = self._end_child()
-        how = describe_exit(code)
-        when = "during a batch"
-        if stage == "start":
-            when, how = "before it started", f"{how}; stderr has the reason"
-        raise ActorLost(self.name, f"its process ended {when} ({how})")
-
-    def _end_child(self, wait_s: float = TIMEOUTS.close_s) -> int | None:
-        assert self._child is not None
-        process = self._child.process
-        process.join(wait_s)
-        if process.exitcode is None:
-            process.kill()
-            process.join(TIMEOUTS.close_s)
-        code: int | None = process.exitcode
-        self.close()
-        return code
-
-    def _raise(self, error: list[str]) -> NoReturn:
-        if error[0] == "MemoryError":
-            raise MemoryError(f"{self.name}: {error[1]}")
-        if error[0] == "TransformError":
-            raise TransformError(*error[1:])
-        raise TransformError(self._pipeline.source, self.name, f"{error[0]}: {error[1]}")
-
-
-def _spawn(pipeline: Pipeline, name: str, deadline_s: float) -> _Child:
-    code = pack_code(pipeline, f"source {pipeline.source!r}")
-    ours, theirs = forkserver.context().Pipe(duplex=True)
-    _set_deadline(ours, deadline_s)
-    process = forkserver.process(target=_serve, args=(theirs, code), name=name, daemon=True)
-    try:
-        process.start()
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()  # only the child has this end now, so its exit ends a wait of the parent
-    return _Child(process, ours)
-
-
-def _set_deadline(pipe: Connection, seconds: float) -> None:
-    """Set socket timeouts for both directions.
-
-    ``poll`` detects only the first byte of a message, and a send has no timeout.
-    """
-    with socket.socket(fileno=socket.dup(pipe.fileno())) as end:
-        timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-
-
-def _serve(pipe: Connection, code: bytes) -> None:
-    """Serve calls in the child until the pipe closes; an exit of the parent closes it too."""
-    # Ctrl-C reaches the whole process group; the parent decides when the child exits.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    forkserver.die_with_parent()  # also ends the child in the middle of a batch
-    pipeline: Pipeline = unpack_code(code)
-    try:
-        _send(pipe, Reply(), [])
-        while True:
-            call = msgspec.json.decode(pipe.recv_bytes(), type=Call)
-            rows = _array(pipe.recv_bytes(), "<i8") if call.stage == "slice" else None
-            table, before = _from_ipc(pipe.recv_bytes()), time.process_time()
-            reply, parts = _work(pipeline, call, rows, table)
-            _send(pipe, msgspec.structs.replace(reply, core_s=time.process_time() - before), parts)
-    except (EOFError, OSError):
-        return
-
-
-def _work(
-    pipeline: Pipeline, call: Call, rows: np.ndarray | None, table: pa.Table
-) -> tuple[Reply, list[Any]]:
-    try:
-        if rows is not None:
-            staged = pipeline.slice_stage(table, RowIds(call.epoch, call.file, rows))
-            reply = Reply([("index", staged.index.dtype.str)], True, staged.bad, staged.dropped)
-            return reply, [_raw(staged.index), _to_ipc(staged.table)]
-        block = pipeline.row_stage(table)
-    except TransformError as fault:
-        return Reply(
-            error=["TransformError", fault.source, fault.transform, fault.problem, fault.remedy]
-        ), []
-    except Exception as fault:
-        return Reply(error=[type(fault).__name__, f"{fault}{where_raised(fault)}"]), []
-    arrays = {
-        "index": block.index,
-        "part": block.part,
-        "values": block.tokens.values,
-        "offsets": block.tokens.offsets,
-    }
-    arrays |= {"long": block.long, "lost": block.lost}
-    arrays |= {
-        f"meta.{name}": c.values if isinstance(c, Ragged) else c for name, c in block.meta.items()
-    }
-    arrays |= {
-        f"offsets.{name}": c.offsets for name, c in block.meta.items() if isinstance(c, Ragged)
-    }
-    if block.items is not None:
-        items = block.items.bytes.compact()
-        arrays |= {
-            "items": items.values,
-            "items.offsets": items.offsets,
-            "items.counts": block.items.counts,
-        }
-    if block.weights is not None:
-        arrays |= {"weights": block.weights.values, "weights.offsets": block.weights.offsets}
-    sizes = (block.image_bytes_in, block.image_bytes_out)
-    reply = Reply(
-        [(name, a.dtype.str) for name, a in arrays.items()], False, block.bad, image_bytes=sizes
-    )
-    return reply, [_raw(a) for a in arrays.values()]
-
-
-def _send(pipe: Connection, header: Call | Reply, parts: list[Any]) -> None:
-    pipe.send_bytes(msgspec.json.encode(header))
-    for part in parts:
-        pipe.send_bytes(part)
-
-
-def _raw(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).view(np.uint8).data
-
-
-def _array(message: bytes, dtype: str) -> np.ndarray:
-    return np.frombuffer(message, dtype) if message else np.zeros(0, dtype)
-
-
-def _to_ipc(table: pa.Table) -> memoryview:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return memoryview(sink.getvalue())
-
-
-def _from_ipc(message: bytes) -> pa.Table:
-    return pa.ipc.open_stream(pa.py_buffer(message)).read_all()
+    def _lost(self, what: str, reason: str) -> NoReturn:
+        self._child = None
+        raise ActorLost(
+            self.name, reason if what == "start" else f"its process ended during a batch ({reason})"
+        ) from None

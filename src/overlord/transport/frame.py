@@ -76,18 +76,23 @@ def size_of(header: bytes, columns: Sequence[np.ndarray]) -> int:
     return at
 
 
+def check_size(header_bytes: int, columns: int) -> None:
+    """Raise ``FrameError`` if the header or the columns exceed the limit of a frame."""
+    if header_bytes > MAX_HEADER_BYTES or columns > MAX_COLUMNS:
+        raise FrameError(
+            f"expected at most {MAX_HEADER_BYTES} bytes of header and {MAX_COLUMNS} "
+            f"columns, got {header_bytes} and {columns}",
+            remedy="send large data as numpy arrays, and many small arrays as one",
+        )
+
+
 def pack(header: bytes, columns: Sequence[np.ndarray]) -> list[bytes | memoryview]:
     """Return the pieces of a frame in order, for ``sendmsg`` or for copying.
 
     Columns are viewed, not copied. Raise ``FrameError`` if header or columns exceed a limit, or a
     column is not a C-ordered array of a known dtype.
     """
-    if len(header) > MAX_HEADER_BYTES or len(columns) > MAX_COLUMNS:
-        raise FrameError(
-            f"expected at most {MAX_HEADER_BYTES} bytes of header and {MAX_COLUMNS} "
-            f"columns, got {len(header)} and {len(columns)}",
-            remedy="send large data as numpy arrays, and many small arrays as one",
-        )
+    check_size(len(header), len(columns))
     at = PREFIX_BYTES + _ENTRY.size * len(columns) + len(header)
     entries: list[bytes] = []
     pieces: list[bytes | memoryview] = []

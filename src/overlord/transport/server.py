@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import select
 import selectors
 import socket
 import struct
@@ -67,7 +68,8 @@ class ServerConnection(SocketConnection):
         self._begun = False  # nothing may be sent before the welcome
         self._watched = False  # whether the server's thread waits for the socket to accept more
         self.linger_until = 0.0
-        self.max_queued_bytes = MAX_QUEUED_BYTES
+        self.max_queued_bytes, self.max_queued = MAX_QUEUED_BYTES, MAX_QUEUED
+        self.rejected = ""  # why received data was refused; empty if it was not
 
     @property
     def reason(self) -> str:
@@ -82,6 +84,11 @@ class ServerConnection(SocketConnection):
     @property
     def queued_bytes(self) -> int:
         return self._send_buffer.nbytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Number of bytes that the socket has accepted; it grows while the peer reads."""
+        return self._send_buffer.taken
 
     def send(self, value: Any, *, timeout_s: float = 60.0) -> None:
         """Queue a value for sending; wait while too many bytes or messages are queued.
@@ -100,7 +107,7 @@ class ServerConnection(SocketConnection):
         with self._drained:
             while (
                 self._send_buffer.nbytes > self.max_queued_bytes
-                or len(self._send_buffer) > MAX_QUEUED
+                or len(self._send_buffer) > self.max_queued
             ):
                 self._check()
                 if self._send_buffer.taken != moved:
@@ -164,6 +171,12 @@ class ServerConnection(SocketConnection):
             if value is not NOTHING and not self.linger_until:
                 deliver(value)
         return not self._ended
+
+    def has_arrived(self) -> bool:
+        """Return whether data, or the end of the stream, has arrived and is not read yet."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
 
     def end(self, reason: str) -> None:
         """Close the socket at once, and wake blocked senders."""
@@ -264,6 +277,7 @@ class Server:
         self._connections: set[ServerConnection] = set()
         self._lingering: set[ServerConnection] = set()  # closed, but not everything is sent
         self._pending: dict[int, PendingHandshake] = {}  # oldest first
+        self._watched: dict[int, Callable[[], None]] = {}  # files of others, by descriptor
         self._calls: deque[Callable[[], None]] = deque()
         self._paused_until = 0.0
         self._closing_at: float | None = None
@@ -330,6 +344,31 @@ class Server:
             self._lingering.add(connection)
 
     # in the server's thread
+
+    def watch(self, fd: int, ready: Callable[[], None]) -> None:
+        """Call ``ready`` whenever a file is readable, until ``unwatch``."""
+
+        def call() -> None:
+            # a former callback of the same round may have ended the watch
+            if self._watched.get(fd) is call:
+                try:
+                    ready()
+                except Exception:
+                    log.exception("callback of a watched file failed; the server continues")
+
+        self._watched[fd] = call
+        self._selector.register(fd, READ, call)
+
+    def unwatch(self, fd: int) -> None:
+        """Stop watching a file, which must still be open."""
+        del self._watched[fd]
+        self._selector.unregister(fd)
+
+    def finish(self, connection: ServerConnection, reason: str) -> None:
+        """Deliver everything that has arrived from a peer that is gone, then drop it."""
+        while connection in self._connections and connection.has_arrived():
+            self._receive(connection)
+        self.drop(connection, reason)
 
     def _run(self) -> None:
         while not self._finished():
@@ -473,9 +512,11 @@ class Server:
         try:
             alive = connection.receive(lambda value: self._on_message(connection, value))
         except FrameError as e:
+            connection.rejected = str(e)
             self.drop(connection, str(e))
         except OverlordError as e:  # on_message rejects the message
             log.warning("disconnected %s, whose message was rejected: %s", connection.peer, e)
+            connection.rejected = str(e)
             self.drop(connection, str(e))
         except Exception as e:  # an error of the callback ends this connection only
             log.exception("disconnected %s: on_message failed", connection.peer)
