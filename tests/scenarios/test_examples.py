@@ -85,7 +85,7 @@ SAYS = {
         "12 steps on both ranks are those of a calm run: True",
     ],
     "16_hdp.py": [
-        "rank 0: 225 tokens on [0, 1, 2, 3], 175 tokens on [0, 1, 2, 3], ",
+        "rank 0: 225 tokens on [0, 1, 2, 3], 175 tokens on [3, 2, 1, 0], ",
         "rank 3: 225 tokens on",
         "40 steps: loss 4.3",
         " to 0.",

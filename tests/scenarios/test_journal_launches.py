@@ -134,14 +134,14 @@ def test_of_two_that_begin_a_journal_at_once_the_second_is_refused(
 ) -> None:
     """Both have found it empty; nothing is written before their planners open it."""
     made, others = job(until=STEPS, journal=store), list[ov.Session]()
-    write = ClusterRuntime.write_beginning
+    begin = ClusterRuntime.begin_journal
 
-    def late(runtime: ClusterRuntime, beginning: Any) -> None:
-        monkeypatch.setattr(ClusterRuntime, "write_beginning", write)
+    def late(runtime: ClusterRuntime, start: Any, prepared: Any) -> None:
+        monkeypatch.setattr(ClusterRuntime, "begin_journal", begin)
         others.append(launch(made, **APART))
-        write(runtime, beginning)
+        begin(runtime, start, prepared)
 
-    monkeypatch.setattr(ClusterRuntime, "write_beginning", late)
+    monkeypatch.setattr(ClusterRuntime, "begin_journal", late)
     with pytest.raises(JournalTaken, match=TAKEN):
         launch(made, **APART)
     with others[0] as first:
