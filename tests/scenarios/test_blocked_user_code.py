@@ -103,4 +103,15 @@ def test_so_is_a_dataset_that_does_not_give_a_row() -> None:
     found = stalls(
         ov.Source("web", Endless(), transforms=[ov.Tokens("tokens")], shuffle=False), RUNTIMES[1]
     )
-    assert "loader/web/0 is in Endless, reading slice 5 of chunk 0, for " in found
+    assert "loader/web/0 is in Endless for " in found
+    assert f", with rows {NEVER} to {NEVER + 7} of " in found
+
+
+def test_so_is_a_factory_that_does_not_give_a_row() -> None:
+    rows = ov.Factory(lambda: map(endless, ({"tokens": [k]} for k in range(64))))
+    found = stalls(
+        ov.Source("web", rows, transforms=[ov.Tokens("tokens")], shuffle=False), RUNTIMES[1]
+    )
+    assert "loader/web/0 is in Factory for " in found
+    # a factory yields row 40 before the slice of rows 32 to 39 is complete
+    assert f", with rows {NEVER - 8} to {NEVER} of " in found
