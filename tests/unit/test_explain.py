@@ -5,6 +5,7 @@ no plan.
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,37 @@ def test_a_step_prints_as_a_table_and_turns_into_plain_values() -> None:
         found.step = 4  # type: ignore[misc]
 
 
+def test_the_error_for_a_step_that_is_not_planned_names_the_slow_source() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def slow(row: dict[str, Any]) -> dict[str, Any]:
+        if row["tokens"][0] == 20:
+            reached.set()
+            go_on.wait(60)
+        return row
+
+    rows = [{"tokens": [k]} for k in range(64)]
+    transforms = [ov.Map(slow, rows=True), ov.Tokens()]
+    job = ov.Job(
+        name="waits",
+        sources=[ov.Source.from_dataset("web", rows, transforms=transforms, shuffle=False)],
+        batch=ov.Batch(samples=8, context=64),
+        slice_rows=8,
+        until=8,
+    )
+    with ov.launch(job, prefetch=1) as session:
+        client = session.client(0)
+        taker = threading.Thread(target=lambda: list(client))
+        taker.start()
+        try:
+            assert reached.wait(60)
+            with pytest.raises(PlanError, match="waiting for samples .* of source 'web'"):
+                session.explain(7)
+        finally:
+            go_on.set()
+            taker.join(60)
+
+
 def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
     with ov.launch(small(), prefetch=1) as session:
         with pytest.raises(PlanError, match="not planned yet; wait until a step is planned"):
@@ -214,7 +246,8 @@ def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
         next(session.client(0))
         with pytest.raises(
             PlanError,
-            match="plan of step 7: it is not planned yet; name a step whose plan is kept: 0 to",
+            match="plan of step 7: it is not planned yet, waiting for .*rank 0, .*; name a step "
+            "whose plan is kept: 0 to",
         ):
             session.explain(7)
         with pytest.raises(PlanError, match="it does not exist"):
