@@ -5,6 +5,7 @@ no plan.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -407,6 +408,32 @@ def test_a_row_of_lines_in_the_open_group_is_not_judged(tmp_path: Path) -> None:
         found = of_sample(session, last)
     assert found.status in ("undecided", "ahead")
     assert "epoch 0, group 0" in found.words
+
+
+def test_a_byte_at_which_no_row_begins_is_refused_with_the_ids_near_it(tmp_path: Path) -> None:
+    write_rows(tmp_path, "jsonl", [{"tokens": [k, k]} for k in range(1, 30)], files=1)
+    [path] = tmp_path.glob("*.jsonl")
+    begins = [0, *(m.end() for m in re.finditer(b"\n", path.read_bytes()))]
+
+    def keep(row: dict[str, Any]) -> bool:
+        return row["tokens"][0] != 5
+
+    transforms = [ov.Filter(keep, rows=True), ov.Tokens()]
+    source = ov.Source("web", str(path), transforms=transforms, shuffle=False, epochs=1)
+    made = ov.Job(name="bytes", sources=[source], batch=ov.Batch(samples=7, context=64), until=4)
+    with ov.launch(made) as session:
+        list(session.client(0))
+        said = r"got byte 3, where no row begins; the id of the line with this byte is web/e0/f0/r0"
+        with pytest.raises(
+            PlanError, match=f"{said}, and that of line 4 is web/e0/f0/r{begins[3]}"
+        ):
+            session.explain("web/e0/f0/r3")
+        dropped = of_sample(session, f"web/e0/f0/r{begins[4]}")
+        assert (dropped.row, dropped.row_unit) == (begins[4], "byte")
+        assert dropped.status in ("no sample", "undecided")
+        assert of_sample(session, f"web/e0/f0/r{begins[6]}").status == "placed"
+    with pytest.raises(PlanError, match=said):
+        find_sample(made, parse_id("web/e0/f0/r3"), 4)
 
 
 def test_a_row_in_quarantine_is_told_with_its_reason() -> None:

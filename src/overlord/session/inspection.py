@@ -62,7 +62,7 @@ def explain(running: RunningJob, what: int | str | SampleId) -> Explanation:
 
     known = current_knowledge(running)
     try:
-        return explaining.explain(what, known)
+        found = explaining.explain(what, known)
     except PlanError as e:
         if not running.begun or running.closed or e.step < known.state.step:
             raise
@@ -70,6 +70,8 @@ def explain(running: RunningJob, what: int | str | SampleId) -> Explanation:
         over = waits.startswith("nothing: ")
         reason = f", since {waits.removeprefix('nothing: ')}" if over else f", waiting for {waits}"
         raise PlanError(f"{e.problem}{reason}", e.step, e.remedy) from None
+    explaining.refuse_no_row(found)
+    return found
 
 
 def current_knowledge(running: RunningJob) -> Known:
