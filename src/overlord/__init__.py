@@ -120,7 +120,7 @@ def _read_model(config: Any, changes: Any) -> Any:
 
 
 def _measured(plan: Any, cost: Any) -> Any:
-    from overlord.planning.cost.measured import measured
+    from overlord.planning.cost.comparison import measured
 
     return measured(plan, cost)
 

@@ -72,7 +72,7 @@ def test_it_has_the_session_to_change_the_mixture_once_it_is_iterated(
             _ = loader.session
         steps = iter(loader)
         next(steps)
-        first = loader.session.set_mixture({name: 1.0 for name in loader.job.names})
+        first = loader.session.set_mixture(dict.fromkeys(loader.job.names, 1.0))
         list(steps)
         assert loader.session.explain(first).weights_from.startswith(
             f"set_mixture from step {first}"

@@ -209,7 +209,7 @@ def test_a_callback_of_transformers_changes_the_mixture(tmp_path: Path):
     class Change(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 2 and loader.session is not None:
-                changed.append(loader.session.set_mixture({name: 1.0 for name in job.names}))
+                changed.append(loader.session.set_mixture(dict.fromkeys(job.names, 1.0)))
             if changed and state.global_step == changed[0] + 1:
                 changed.append(loader.session.explain(changed[0]).weights_from.startswith("set_"))
 

@@ -209,6 +209,12 @@ def test_a_step_prints_as_a_table_and_turns_into_plain_values() -> None:
         found.step = 4  # type: ignore[misc]
 
 
+def refusal(session: ov.Session, step: int) -> str:
+    with pytest.raises(PlanError) as error:
+        session.explain(step)
+    return str(error.value)
+
+
 def test_the_error_for_a_step_that_is_not_planned_names_the_slow_source() -> None:
     reached, go_on = threading.Event(), threading.Event()
 
@@ -233,8 +239,8 @@ def test_the_error_for_a_step_that_is_not_planned_names_the_slow_source() -> Non
         taker.start()
         try:
             assert reached.wait(60)
-            with pytest.raises(PlanError, match="waiting for samples .* of source 'web'"):
-                session.explain(7)
+            until(lambda: "waiting for samples that step 2 draws: " in refusal(session, 7))
+            assert re.search(r" of source 'web' .*; name a step", refusal(session, 7))
         finally:
             go_on.set()
             taker.join(60)
@@ -247,8 +253,8 @@ def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
         next(session.client(0))
         with pytest.raises(
             PlanError,
-            match="plan of step 7: it is not planned yet, waiting for .*rank 0, .*; name a step "
-            "whose plan is kept: 0 to",
+            match=r"plan of step 7: it is not planned yet, waiting for .*rank 0, .*; name a step "
+            r"whose plan is kept: 0 to",
         ):
             session.explain(7)
         with pytest.raises(PlanError, match="it does not exist"):

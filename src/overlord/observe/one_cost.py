@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from overlord.planning.cost.measured import measured
+from overlord.planning.cost.comparison import measured
 from overlord.planning.cost.models import of_model
 
 if TYPE_CHECKING:

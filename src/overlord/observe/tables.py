@@ -273,7 +273,8 @@ def _lengths(tokens: np.ndarray) -> str:
 def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     """Return a table of a plan by bucket: relative cost, tokens, samples and microbatches.
 
-    Costs are those of the job's model, whatever the strategy used: see ``by_model``. At most BUCKETS buckets are shown, and as many microbatches as fit ``width`` characters.
+    Costs are those of the job's model, whatever the strategy used: see ``by_model``. At most
+    BUCKETS buckets are shown, and as many microbatches as fit ``width`` characters.
     """
     measured = by_model(job, plan)
     a, i = plan.pieces(), measured.plan.imbalance()

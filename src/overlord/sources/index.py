@@ -492,7 +492,9 @@ def _read_chunks(task: tuple[_Work, list[File]], at: OnWait) -> int:
             work.parts[file.path] = retry_briefly(lambda f=file: fmt.chunks(access, f, options))  # type: ignore[misc]
             if file is work.files[0]:
                 work.schema = retry_briefly(lambda f=file: fmt.schema(access, f, options))  # type: ignore[misc]
-                if work.schema is None and (work.spec.reads_datasets or _opens_nothing(access.held)):
+                if work.schema is None and (
+                    work.spec.reads_datasets or _opens_nothing(access.held)
+                ):
                     of = (work.parts[file.path], options)
                     retry_briefly(lambda f=file, of=of: check_first_rows(fmt, access, f, *of))  # type: ignore[misc]
             work.stale = True

@@ -37,9 +37,10 @@ def use(
     """Let a ``Trainer`` train on a job and evaluate on another, in a ``with`` block.
 
     An optimizer step is a step of the job. Losses are means over the tokens of the whole step, and
-    of the whole evaluation. ``max_steps`` is ``Job.until`` by default. The position in the data is in every checkpoint, and
-    ``train(resume_from_checkpoint=...)`` continues there on any number of ranks. ``transform``: a
-    function from a microbatch to the arguments of the model; ``flattened`` by default.
+    of the whole evaluation. ``max_steps`` is ``Job.until`` by default. The position in the data is
+    in every checkpoint, and ``train(resume_from_checkpoint=...)`` continues there on any number of
+    ranks. ``transform``: a function from a microbatch to the arguments of the model; ``flattened``
+    by default.
 
     A ``DPOTrainer`` of TRL needs a job of ``Pair`` sources. Losses are means over the pairs of the
     step, and ``preference`` is the default of ``transform``.
