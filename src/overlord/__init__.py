@@ -119,9 +119,16 @@ def _read_model(config: Any, changes: Any) -> Any:
     return read_model(config, changes)
 
 
+def _measured(plan: Any, cost: Any) -> Any:
+    from overlord.planning.cost.comparison import measured
+
+    return measured(plan, cost)
+
+
 late_binding.bind("read_job", _read_job)
 late_binding.bind("write_job", _write_job)
 late_binding.bind("read_model", _read_model)
+late_binding.bind("measured", _measured)
 
 
 def __dir__() -> list[str]:

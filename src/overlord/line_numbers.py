@@ -10,7 +10,7 @@ import gzip
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from overlord.errors import SourceError
@@ -49,6 +49,28 @@ def line_numbers(places: Iterable[Place], wait_s: float = WAIT_S) -> dict[Place,
     return dict(found)
 
 
+def rows_around(path: str, offset: int, wait_s: float = WAIT_S) -> tuple[int, int | None] | None:
+    """Return the first byte of the line with the byte ``offset``, and that of row ``offset``.
+
+    Rows count from 0. None: the file has no such byte or line, or cannot be read in time, as for
+    ``line_numbers``. Runs on: any thread.
+    """
+    if not 0 <= offset <= MAX_BYTES or "://" in path or path.endswith(".tar"):
+        return None
+    found: list[tuple[int, int | None]] = []
+
+    def search() -> None:
+        try:
+            found.extend(_around(path, offset))
+        except Exception:  # an explanation does not fail for it
+            return
+
+    thread = threading.Thread(target=search, name="overlord-line-numbers", daemon=True)
+    thread.start()
+    thread.join(wait_s)
+    return found[-1] if found else None
+
+
 def add_line_number(error: BaseException) -> None:
     """Add a note with the line number to an error that names a byte of a file, unless it has one.
 
@@ -74,6 +96,26 @@ def _count(path: str, offsets: list[int], found: dict[Place, int]) -> None:
             if at < offset:
                 return  # the file is shorter
             found[path, offset] = line
+
+
+def _around(path: str, offset: int) -> Iterator[tuple[int, int | None]]:
+    """Yield the start of the line with a byte, and then again with the start of that row."""
+    at = start = lines = 0
+    with _opened(path) as file:
+        while at <= MAX_BYTES and (block := file.read(_BLOCK)):
+            if at <= offset and (last := block[: offset - at].rfind(b"\n")) >= 0:
+                start = at + last + 1
+            if at <= offset < at + len(block):
+                yield start, None
+            count = block.count(b"\n")
+            if lines <= offset <= lines + count and at + len(block) > offset:
+                row = -1
+                for _ in range(offset - lines):
+                    row = block.index(b"\n", row + 1)
+                if row + 1 < len(block) or file.read(1):
+                    yield start, at + row + 1
+                return
+            at, lines = at + len(block), lines + count
 
 
 def _opened(path: str) -> Any:

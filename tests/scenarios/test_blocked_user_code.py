@@ -37,7 +37,7 @@ class Endless:
         return endless({"tokens": [k]})
 
 
-def stalls(source: ov.Source, runtime: str, **options: Any) -> str:
+def stalls(source: ov.Source, runtime: str, named: str = "endless", **options: Any) -> str:
     job = ov.Job(
         name="endless",
         sources=[source],
@@ -64,8 +64,7 @@ def stalls(source: ov.Source, runtime: str, **options: Any) -> str:
             with pytest.raises(DataStall) as stall:
                 list(client)
             if all(
-                any("endless" in words.lower() for words in some)
-                for some in (told, [str(stall.value)])
+                any(named in words.lower() for words in some) for some in (told, [str(stall.value)])
             ):
                 break
             assert time.monotonic() < deadline, (
@@ -103,4 +102,17 @@ def test_so_is_a_dataset_that_does_not_give_a_row() -> None:
     found = stalls(
         ov.Source("web", Endless(), transforms=[ov.Tokens("tokens")], shuffle=False), RUNTIMES[1]
     )
-    assert "loader/web/0 is in Endless, reading slice 5 of chunk 0, for " in found
+    assert "loader/web/0 is in Endless for " in found
+    assert f", with rows {NEVER} to {NEVER + 7} of " in found
+
+
+def test_so_is_a_factory_that_does_not_give_a_row() -> None:
+    rows = ov.Factory(lambda: map(endless, ({"tokens": [k]} for k in range(64))))
+    found = stalls(
+        ov.Source("web", rows, transforms=[ov.Tokens("tokens")], shuffle=False),
+        RUNTIMES[1],
+        "factory",
+    )
+    assert "loader/web/0 is in Factory for " in found
+    # a factory yields row 40 before the slice of rows 32 to 39 is complete
+    assert f", with rows {NEVER - 8} to {NEVER} of " in found

@@ -63,6 +63,27 @@ def test_a_microbatch_tells_its_step(tmp_path: Path, device: str | None):
     assert [mb.is_last for mb in sent] == [False, True]
 
 
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_it_has_the_session_to_change_the_mixture_once_it_is_iterated(
+    tmp_path: Path, device: str | None
+):
+    with ot.Loader(text_job(tmp_path, until=6), device=device, prefetch=1) as loader:
+        with pytest.raises(ov.JobError, match="got one before the first iter"):
+            _ = loader.session
+        steps = iter(loader)
+        next(steps)
+        first = loader.session.set_mixture(dict.fromkeys(loader.job.names, 1.0))
+        list(steps)
+        assert loader.session.explain(first).weights_from.startswith(
+            f"set_mixture from step {first}"
+        )
+
+
+def test_a_loader_of_a_client_has_no_session_of_its_own(tmp_path: Path):
+    with ov.launch(text_job(tmp_path, until=2)) as session:
+        assert ot.Loader(session.client(0)).session is None
+
+
 def test_the_loss_of_microbatches_sums_to_that_of_the_steps(tmp_path: Path):
     torch.manual_seed(0)
     head, job = torch.randn(100, 97, dtype=torch.float64), text_job(tmp_path, until=3)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import overlord as ov
 import overlord.torch as ot
@@ -175,6 +175,48 @@ def test_settings_of_transformers_that_would_be_wrong_are_refused(
         recipes.huggingface.use(trainer, text_job(tmp_path)),
     ):
         pass
+
+
+def test_transformers_without_a_number_of_steps_is_refused_with_the_name_of_the_setting(
+    tmp_path: Path,
+):
+    endless = text_job(tmp_path, until="all")
+    with (
+        pytest.raises(ov.JobError, match=r"max_steps: expected the number of steps .* got neither"),
+        recipes.huggingface.use(hf_trainer(tmp_path, num_train_epochs=2), endless),
+    ):
+        pass
+    with recipes.huggingface.use(hf_trainer(tmp_path, max_steps=3), endless):
+        pass
+
+
+@pytest.mark.parametrize(("epochs", "warned"), [({}, False), ({"num_train_epochs": 2}, True)])
+def test_transformers_ends_at_the_end_of_the_job_and_says_so_of_epochs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, epochs: dict[str, int], warned: bool
+):
+    trainer = hf_trainer(tmp_path, **epochs)
+    with recipes.huggingface.use(trainer, text_job(tmp_path, until=4)):
+        assert trainer.args.max_steps == 4
+    said = "num_train_epochs=2 has no effect, since a job has steps; training ends after"
+    assert (said in caplog.text) is warned
+
+
+def test_a_callback_of_transformers_changes_the_mixture(tmp_path: Path):
+    job = text_job(tmp_path, until=12)
+    trainer = hf_trainer(tmp_path)
+    changed: list[int] = []
+
+    class Change(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2 and loader.session is not None:
+                changed.append(loader.session.set_mixture(dict.fromkeys(job.names, 1.0)))
+            if changed and state.global_step == changed[0] + 1:
+                changed.append(loader.session.explain(changed[0]).weights_from.startswith("set_"))
+
+    trainer.add_callback(Change())
+    with recipes.huggingface.use(trainer, job, prefetch=2) as loader:
+        trainer.train()
+    assert changed[1] is True
 
 
 def test_stages_with_other_numbers_of_microbatches_are_refused(tmp_path: Path):

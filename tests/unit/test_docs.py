@@ -105,7 +105,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "import",
     ]
     tokenizer = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(["?", *words])}, unk_token="?")
+        models.WordLevel({word: i for i, word in enumerate(["?", *words, "<eos>"])}, unk_token="?")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(tmp_path / "tokenizer.json"))

@@ -73,6 +73,13 @@ def test_a_page_has_at_most_400_lines(page: Path):
         assert len(page.read_text(encoding="utf-8").splitlines()) <= LINES
 
 
+@names_of
+def test_the_text_of_a_link_to_a_page_is_a_title_and_not_a_file_name(page: Path):
+    if page.is_relative_to(ROOT / "docs"):
+        text = page.read_text(encoding="utf-8")
+        assert re.findall(r"\[[\w./-]+\.md[^\]]*\]\([^)]*\)", text) == []
+
+
 def test_the_readme_is_short_and_begins_with_code():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150

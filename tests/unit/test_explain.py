@@ -5,6 +5,8 @@ no plan.
 from __future__ import annotations
 
 import json
+import re
+import threading
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,43 @@ def test_a_step_prints_as_a_table_and_turns_into_plain_values() -> None:
         found.step = 4  # type: ignore[misc]
 
 
+def refusal(session: ov.Session, step: int) -> str:
+    with pytest.raises(PlanError) as error:
+        session.explain(step)
+    return str(error.value)
+
+
+def test_the_error_for_a_step_that_is_not_planned_names_the_slow_source() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def slow(row: dict[str, Any]) -> dict[str, Any]:
+        if row["tokens"][0] == 20:
+            reached.set()
+            go_on.wait(60)
+        return row
+
+    rows = [{"tokens": [k]} for k in range(64)]
+    transforms = [ov.Map(slow, rows=True), ov.Tokens()]
+    job = ov.Job(
+        name="waits",
+        sources=[ov.Source.from_dataset("web", rows, transforms=transforms, shuffle=False)],
+        batch=ov.Batch(samples=8, context=64),
+        slice_rows=8,
+        until=8,
+    )
+    with ov.launch(job, prefetch=1) as session:
+        client = session.client(0)
+        taker = threading.Thread(target=lambda: list(client))
+        taker.start()
+        try:
+            assert reached.wait(60)
+            until(lambda: "waiting for samples that step 2 draws: " in refusal(session, 7))
+            assert re.search(r" of source 'web' .*; name a step", refusal(session, 7))
+        finally:
+            go_on.set()
+            taker.join(60)
+
+
 def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
     with ov.launch(small(), prefetch=1) as session:
         with pytest.raises(PlanError, match="not planned yet; wait until a step is planned"):
@@ -214,7 +253,8 @@ def test_a_step_that_is_not_there_is_refused_with_what_is() -> None:
         next(session.client(0))
         with pytest.raises(
             PlanError,
-            match="plan of step 7: it is not planned yet; name a step whose plan is kept: 0 to",
+            match=r"plan of step 7: it is not planned yet, waiting for .*rank 0, .*; name a step "
+            r"whose plan is kept: 0 to",
         ):
             session.explain(7)
         with pytest.raises(PlanError, match="it does not exist"):
@@ -374,6 +414,32 @@ def test_a_row_of_lines_in_the_open_group_is_not_judged(tmp_path: Path) -> None:
         found = of_sample(session, last)
     assert found.status in ("undecided", "ahead")
     assert "epoch 0, group 0" in found.words
+
+
+def test_a_byte_at_which_no_row_begins_is_refused_with_the_ids_near_it(tmp_path: Path) -> None:
+    write_rows(tmp_path, "jsonl", [{"tokens": [k, k]} for k in range(1, 30)], files=1)
+    [path] = tmp_path.glob("*.jsonl")
+    begins = [0, *(m.end() for m in re.finditer(b"\n", path.read_bytes()))]
+
+    def keep(row: dict[str, Any]) -> bool:
+        return row["tokens"][0] != 5
+
+    transforms = [ov.Filter(keep, rows=True), ov.Tokens()]
+    source = ov.Source("web", str(path), transforms=transforms, shuffle=False, epochs=1)
+    made = ov.Job(name="bytes", sources=[source], batch=ov.Batch(samples=7, context=64), until=4)
+    with ov.launch(made) as session:
+        list(session.client(0))
+        said = r"got byte 3, where no row begins; the id of the line with this byte is web/e0/f0/r0"
+        with pytest.raises(
+            PlanError, match=f"{said}, and that of line 4 is web/e0/f0/r{begins[3]}"
+        ):
+            session.explain("web/e0/f0/r3")
+        dropped = of_sample(session, f"web/e0/f0/r{begins[4]}")
+        assert (dropped.row, dropped.row_unit) == (begins[4], "byte")
+        assert dropped.status in ("no sample", "undecided")
+        assert of_sample(session, f"web/e0/f0/r{begins[6]}").status == "placed"
+    with pytest.raises(PlanError, match=said):
+        find_sample(made, parse_id("web/e0/f0/r3"), 4)
 
 
 def test_a_row_in_quarantine_is_told_with_its_reason() -> None:

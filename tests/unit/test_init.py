@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlord as ov
+from overlord.cli.demo import demo
 from overlord.discovery.column_roles import roles_of
 from overlord.discovery.data_groups import divide, stem_of, unique_names, usable
+from overlord.discovery.tokenizer_search import DEMO
 from overlord.jobfile.yaml_file import read_job
 from overlord.mesh import Batch
 from overlord.planning.predicted_gain import drawn_buffer, predict_gain
@@ -283,6 +285,14 @@ def test_of_several_tokenizers_none_is_guessed(home: Path) -> None:
     init("data", "--tokenizer", "data/two")
     tokenizer(home / "data" / "two")  # equal contents are one tokenizer
     init("data", "--force")
+
+
+def test_the_tokenizer_of_the_demo_is_not_a_candidate_for_other_data(home: Path) -> None:
+    DATA["parquet"](home / "data")
+    tokenizer(home / "own")
+    tokenizer(home / DEMO, "gemma")
+    assert init("data")["tokenizer"]["name"] == str(home / "own")
+    assert [str(o.default) for o in demo.params if o.name == "out"] == [DEMO]
 
 
 @pytest.mark.parametrize("place", ["data/tok", "tok", "hub"])

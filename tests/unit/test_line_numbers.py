@@ -5,12 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 
 import overlord as ov
-from overlord.line_numbers import MAX_BYTES, add_line_number, line_numbers
+from overlord.line_numbers import MAX_BYTES, add_line_number, line_numbers, rows_around
 
 LINES = [json.dumps({"tokens": [1] * (1 + k % 5)}) for k in range(60)]
 LINES[3], LINES[7], LINES[40] = "{broken", "", json.dumps({"other": 1})
@@ -92,3 +93,33 @@ def test_the_error_of_too_many_bad_rows_names_byte_and_line(runtime: str, tmp_pa
     add_line_number(error)
     assert len(error.__notes__) == 1
     assert pickle.loads(pickle.dumps(error)).byte == error.byte
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz"])
+def test_the_line_around_a_byte_and_the_line_of_that_number_are_found(
+    suffix: str, tmp_path: Path
+) -> None:
+    text = b"".join(b"x" * (k * 7919 % 3000) + b"\n" for k in range(1500))
+    path = tmp_path / f"lines.{suffix}"
+    path.write_bytes(gzip.compress(text) if suffix.endswith("gz") else text)
+    begins = [0, *(m.end() for m in re.finditer(b"\n", text))][:1500]
+    for offset in (0, 1, 2919, 2920, 2921, 1499, 1500, 1501, len(text) // 2, len(text) - 1):
+        around = max(begin for begin in begins if begin <= offset)
+        counted = begins[offset] if offset < len(begins) else None
+        found = rows_around(str(path), offset)
+        assert found == (around, counted)
+    assert rows_around(str(path), len(text)) is None
+    assert rows_around(str(tmp_path / "none.jsonl"), 3) is None
+    assert rows_around("s3://bucket/lines.jsonl", 3) is None
+
+
+def test_blank_lines_count_as_lines(tmp_path: Path) -> None:
+    path = tmp_path / "blank.jsonl"
+    path.write_bytes(b"\n\n\nabc\n")
+    assert [rows_around(str(path), k) for k in range(5)] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (3, None),
+    ]

@@ -632,6 +632,7 @@ def test_profile_prints_a_table_distributions_and_the_share_of_file_state(
     assert "quantile over sources" in said
     assert "P, by token" in said
     assert "of the memory of 2 sources" in said
+    assert "P: to read and transform a sample; T: to hand it to a constructor; M_b: " in said
     found = profile_store.load(tmp_path / "j" / "profile.json")
     assert {p.samples for p in found.sources.values()} == {100}
     assert (tmp_path / "p.svg").read_text().startswith("<svg xmlns=")

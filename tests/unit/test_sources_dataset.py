@@ -3,7 +3,10 @@ import pickle
 import numpy as np
 import pytest
 
+import overlord as ov
 from overlord.errors import JobError, SourceError
+from overlord.setup.options import Options
+from overlord.setup.prepared_job import PreparedJob
 from overlord.sources.index import build_index
 from overlord.sources.python_objects import Factory
 from tests.source_reads import read_all
@@ -85,3 +88,43 @@ def test_a_factory_is_checked_and_pickles():
 def test_what_is_neither_files_nor_dataset_is_an_error():
     with pytest.raises(SourceError, match="expected files, a dataset or a factory, got int"):
         build_index("d", 7)
+
+
+@pytest.mark.parametrize("reads_datasets", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ([("a", 1)] * 40, r"expected a dict, got tuple in each of the first 32 rows; yield dicts"),
+        ([{"text": "a"}] * 40, r"'tokens'"),
+    ],
+)
+def test_a_list_of_rows_that_are_no_dicts_or_lack_a_column_is_refused_before_workers_start(
+    rows, says, reads_datasets
+):
+    source = ov.Source.from_dataset("web", rows, transforms=[ov.Tokens()])
+    job = ov.Job(name="refused", sources=[source], batch=ov.Batch(samples=4, context=8))
+    with pytest.raises(SourceError, match=says):
+        PreparedJob(job, Options(), reads_datasets=reads_datasets)
+
+
+def test_a_dataset_that_may_open_files_is_read_only_in_the_process_that_trains():
+    source = ov.Source.from_dataset("web", Tuples(), transforms=[ov.Tokens()])
+    job = ov.Job(name="later", sources=[source], batch=ov.Batch(samples=4, context=8))
+    PreparedJob(job, Options(), reads_datasets=False)
+    with pytest.raises(SourceError, match="expected a dict, got tuple"):
+        PreparedJob(job, Options(), reads_datasets=True)
+
+
+def test_one_good_row_among_the_first_is_enough():
+    rows = [("a", 1)] * 31 + [{"tokens": [1]}] * 9
+    source = ov.Source.from_dataset("web", rows, transforms=[ov.Tokens()])
+    job = ov.Job(name="few", sources=[source], batch=ov.Batch(samples=4, context=8))
+    PreparedJob(job, Options(), reads_datasets=True)
+
+
+class Tuples:
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, i):
+        return ("a", i)

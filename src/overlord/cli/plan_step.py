@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from overlord.cli.job_position import JobPosition, RecordedSteps
 from overlord.errors import JobError, PlanError, StateMismatch
 from overlord.mesh import AXES, ClientPlaceTree
-from overlord.observe.explain import explain_sample, find
+from overlord.observe.explain import explain_sample, find, refuse_no_row
 from overlord.observe.explanation import SampleExplanation
 from overlord.planning.mixture import skipped
 from overlord.session.inspection import current_knowledge
@@ -132,8 +132,8 @@ def _search(
     job: Job, sample: SampleId, within: int, progress: AdvanceTask, begin: JobPosition, note: Note
 ) -> SampleExplanation:
     with planning_session(job, begin, note, progress) as (session, first):
-        # Refuse an id that no step can hold before anything is read.
-        explain_sample(sample, current_knowledge(session.internals))
+        # Refuse an id that no step can hold before the search.
+        refuse_no_row(explain_sample(sample, current_knowledge(session.internals)))
         found: list[PlannedStep] = []
         session.internals.runtime.on_stage.append(
             lambda stage: found.append(stage) if find(sample, stage.plan) >= 0 else None

@@ -119,6 +119,13 @@ def profile_view(profile: JobProfile) -> RenderableType:
         shown += [Text(""), _quantile_table(every), Text(""), Text(file_state(profile))]
         shown.append(
             Text(
+                "P: to read and transform a sample; T: to hand it to a constructor; M_b: an open "
+                "window of rows and their samples; M_d: what open files keep between two slices",
+                "dim",
+            )
+        )
+        shown.append(
+            Text(
                 f"measured on {profile.machine}; waited: the time of read and transform in "
                 "which no CPU core was busy",
                 "dim",

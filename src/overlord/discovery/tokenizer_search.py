@@ -17,6 +17,7 @@ from overlord.transforms.tokenizer_engines import Engine, load_engine
 
 FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 SHOWN = 8  # most tokenizers that an error lists
+DEMO = "overlord-demo"  # folder of ``overlord demo``, whose tokenizer fits no other text
 DEPTH = 3  # folders below a path that are searched
 # Tokens that models replace by images, and tokens that end documents.
 IMAGE_TOKENS = (
@@ -116,12 +117,12 @@ def _below(folder: str) -> list[str]:
 
 
 def _inside(folder: str) -> list[str]:
-    """Return the tokenizers in a folder and directly below it."""
+    """Return the tokenizers in a folder and directly below it, without that of the demo."""
     try:
         names = sorted(os.listdir(folder))
     except OSError:
         return []
-    below = [f"{folder}/{name}" for name in names if name[0] != "."]
+    below = [f"{folder}/{name}" for name in names if name[0] != "." and name != DEMO]
     return [name for at in [folder, *filter(os.path.isdir, below)] for name in _here(at)]
 
 

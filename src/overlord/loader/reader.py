@@ -341,11 +341,11 @@ class SourceReader:
 
     def _slice(self, chunk: int, t: int) -> RawSlice:
         """Return slice t of a chunk; a dataset's code is reported as running meanwhile."""
-        if not (code := getattr(self.chunks, "user_code", "")):
+        chunks: Any = self.chunks
+        if not (code := getattr(chunks, "user_code", "")):
             return self.chunks.slice(chunk, t)
-        with self._running(
-            np.zeros(0, np.int64), what=f"{code}, reading slice {t} of chunk {chunk},"
-        ):
+        file = int(chunks.index.chunks.file[chunk])
+        with self._running(chunks.rows_of_slice(chunk, t), file, what=code):
             return self.chunks.slice(chunk, t)
 
     def _within_epoch(self, raw: RawSlice, command: Read, chunk: int) -> RawSlice:

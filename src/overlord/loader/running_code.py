@@ -19,7 +19,7 @@ class RunningUserCode:
     thread: int  # identifier of the thread that called it
     what: str  # label of a dataset that yields rows; "": transforms, whose stages name themselves
     path: str  # file of the rows; "": several files
-    row: np.ndarray  # numbers of the rows that it processes; empty if unknown
+    row: np.ndarray  # rows that it processes, or the first and the last; empty if unknown
     unit: str = "row"  # of these numbers: "row", or "byte" for offsets
 
     def describe(self, stages: Any, seconds: float) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from overlord.checks import shown_name
 from overlord.observe.explain_text import time_over_mean
+from overlord.observe.one_cost import by_model
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
@@ -56,13 +57,18 @@ def source_document(report: SourceReport) -> dict[str, Any]:
 
 
 def plan_document(job: Job, plan: LoadingPlan) -> dict[str, Any]:
-    """Return one plan, with tokens and samples of each microbatch of each bucket."""
+    """Return one plan, with tokens and samples of each microbatch of each bucket.
+
+    ``imbalance`` and costs are those of the job's model: see ``by_model``. ``own_imbalance`` is by
+    the cost of the strategy.
+    """
+    measured = by_model(job, plan)
     pieces, bins = plan.pieces(), plan.pieces().bins()
     shape = (pieces.n_buckets, pieces.n_microbatches)
     weights = plan.tokens[pieces.sample] if plan.tasks is None else pieces.size
     tokens = np.bincount(bins, weights=weights, minlength=shape[0] * shape[1]).astype(np.int64)
     samples = np.bincount(bins, minlength=shape[0] * shape[1])
-    loads = plan.loads().sum(axis=1)
+    loads = measured.plan.loads().sum(axis=1)
     counts = np.bincount(plan.source, minlength=len(plan.names))
     return {
         "step": plan.step,
@@ -72,7 +78,9 @@ def plan_document(job: Job, plan: LoadingPlan) -> dict[str, Any]:
         "strategy": shown_name(job.strategy),
         "place": f"{job.place}",
         "sync": job.sync,
-        "imbalance": plan.imbalance(),
+        "imbalance": measured.plan.imbalance(),
+        "cost": measured.cost,
+        "own_imbalance": plan.imbalance(),
         "capacity": plan.main.capacity,
         "fill": plan.fill(),
         "mix": dict(zip(plan.names, counts, strict=True)),

@@ -11,6 +11,7 @@ import numpy as np
 
 from overlord.checks import did_you_mean, shown_name
 from overlord.errors import PlanError
+from overlord.line_numbers import rows_around
 from overlord.messages.control import Cursor, PlannedStep, StreamState
 from overlord.observe.balancing_model import shown_model
 from overlord.observe.explanation import (
@@ -290,6 +291,34 @@ def explain_sample(sample: SampleId, known: Known) -> SampleExplanation:
         )
     status, words = _without_plan(sample, source, chunk, known)
     return SampleExplanation(status=status, words=words, **base)
+
+
+def refuse_no_row(found: Explanation) -> None:
+    """Raise ``PlanError`` if a row number is a byte inside a line, where no row begins.
+
+    The file is read up to that line. An answer with a plan or a reason is not checked, since its
+    row exists.
+    """
+    if not isinstance(found, SampleExplanation) or found.row_unit != "byte":
+        return
+    if found.status in ("placed", "skipped", "quarantined"):
+        return
+    around = rows_around(found.path, found.row)
+    if around is None or around[0] == found.row:
+        return
+    start, counted = around
+
+    def at(row: int) -> str:
+        return str(parse_id(found.sample)._replace(row=row))
+
+    remedy = f"the id of the line with this byte is {at(start)}"
+    if counted is not None:
+        remedy += f", and that of line {found.row + 1} is {at(counted)}"
+    raise PlanError(
+        f"no sample {found.sample}: expected the byte at which a row of {found.path} begins, got "
+        f"byte {found.row}, where no row begins",
+        remedy=remedy,
+    )
 
 
 def _pieces(sample: SampleId, known: Known) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from overlord.job.several_documents import grouped
 from overlord.observe.balancing_model import shown_model
 from overlord.observe.explain import documents_of_plan
 from overlord.observe.explain_text import of_documents, waits
+from overlord.observe.one_cost import by_model
 from overlord.observe.ring_text import host_memory, limit
 from overlord.observe.stage_text import stage_lines, stage_of_step
 from overlord.observe.terminal_text import one_line, printable
@@ -272,9 +273,11 @@ def _lengths(tokens: np.ndarray) -> str:
 def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
     """Return a table of a plan by bucket: relative cost, tokens, samples and microbatches.
 
-    At most BUCKETS buckets are shown, and as many microbatches as fit ``width`` characters.
+    Costs are those of the job's model, whatever the strategy used: see ``by_model``. At most
+    BUCKETS buckets are shown, and as many microbatches as fit ``width`` characters.
     """
-    a, i = plan.pieces(), plan.imbalance()
+    measured = by_model(job, plan)
+    a, i = plan.pieces(), measured.plan.imbalance()
     shape, flat = (a.n_buckets, a.n_microbatches), a.bins()
     tokens = (
         np.bincount(
@@ -286,7 +289,7 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
         .astype(int)
     )
     samples = np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
-    loads = plan.loads().sum(axis=1)
+    loads = measured.plan.loads().sum(axis=1)
     ratio = loads / (loads.mean() or 1.0)
     long = 16 if width >= 100 else 8
     cells = max(1, min(CELLS, a.n_microbatches, (width - 42 - long) // 14))
@@ -327,6 +330,8 @@ def plan_view(job: Job, plan: LoadingPlan, width: int) -> RenderableType:
             "imbalance",
             f"by bucket {i['bucket']:.3f}, by microbatch {i['microbatch']:.3f}; {limit(plan, i)}",
         ),
+        ("by the cost", measured.cost),
+        *([("by its own cost", measured.own)] if measured.own else []),
         ("waits", waits(job.sync, i)),
         *([("model", model)] if (model := shown_model(job)) else []),
         ("microbatches", f"{_microbatches(plan)}, {plan.fill():.0%} filled"),

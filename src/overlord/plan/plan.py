@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from overlord import late_binding
 from overlord.documents import SampleDocuments
 from overlord.errors import JobError, PlanError
 from overlord.hashing import digest
@@ -519,9 +520,11 @@ class LoadingPlan:
 
     # quality
 
-    def imbalance(self, module: str = "backbone") -> dict[str, float]:
+    def imbalance(self, module: str = "backbone", *, cost: Any = None) -> dict[str, float]:
         """Return costs relative to the mean bucket; all are 1 if the plan has no cost.
 
+        Costs are those of the strategy that made the plan. Plans of several strategies compare only
+        by one ``cost``: a cost of samples by their tokens, or its name.
         ``bucket``: the most expensive bucket. ``microbatch``: the sum, over microbatch indices, of
         the most expensive microbatch. ``bound`` and ``slot_bound``: lower bounds of both for every
         placement of these samples. In a hybrid plan they are those of every choice of rings, by the
@@ -530,7 +533,12 @@ class LoadingPlan:
         """
         from overlord.plan.summary import imbalance
 
-        return imbalance(self, module)
+        if cost is None:
+            return imbalance(self, module)
+        if module != "backbone":
+            problem = f"imbalance(cost=): expected module 'backbone', got {module!r}"
+            raise PlanError(problem, self.step, "leave out cost=: a plan keeps tokens of samples")
+        return imbalance(late_binding.call("measured", self, cost), module)
 
     def summary(self) -> dict[str, Any]:
         """Return plain values: balance and its bounds, predicted time, peak, fill, mixture."""

@@ -57,9 +57,21 @@ def graph(running: RunningJob, step: int) -> DGraph:
 
 
 def explain(running: RunningJob, what: int | str | SampleId) -> Explanation:
+    """Explain a step or a sample; the error for an unplanned step says what its plan waits for."""
     from overlord.observe import explain as explaining
 
-    return explaining.explain(what, current_knowledge(running))
+    known = current_knowledge(running)
+    try:
+        found = explaining.explain(what, known)
+    except PlanError as e:
+        if not running.begun or running.closed or e.step < known.state.step:
+            raise
+        waits = running.waiting_for(min(running.clients, default=0))
+        over = waits.startswith("nothing: ")
+        reason = f", since {waits.removeprefix('nothing: ')}" if over else f", waiting for {waits}"
+        raise PlanError(f"{e.problem}{reason}", e.step, e.remedy) from None
+    explaining.refuse_no_row(found)
+    return found
 
 
 def current_knowledge(running: RunningJob) -> Known:

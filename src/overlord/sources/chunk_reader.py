@@ -14,6 +14,8 @@ from itertools import count
 from threading import Lock
 from typing import Any
 
+import numpy as np
+
 from overlord.errors import SourceError, StorageError
 from overlord.sources import tables as cols
 from overlord.sources.base import BadFile, File, Lru, RawSlice, ReadOptions, StorageUnreachable
@@ -210,6 +212,16 @@ class ChunkReader:
         """Class name of the user's dataset or factory; empty for files and lists of rows."""
         held = self._files.held
         return "" if held is None or isinstance(held, Listed) else type(held).__name__
+
+    def rows_of_slice(self, chunk: int, t: int) -> np.ndarray:
+        """Return the first and the last row of slice t of a dataset's or a factory's chunk.
+
+        A factory yields the row after a slice before the slice is complete.
+        """
+        start, stop = int(self.index.chunks.start[chunk]), int(self.index.chunks.stop[chunk])
+        first = start + t * self.options.slice_rows
+        last = first + self.options.slice_rows
+        return np.array([first, last if stop < 0 else min(last, stop) - 1])
 
     @property
     def is_remote(self) -> bool:

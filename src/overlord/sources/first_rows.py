@@ -11,7 +11,8 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from overlord.sources.base import Chunks, File, Format, ReadOptions, missing_columns_error
+from overlord.sources.base import BadFile, Chunks, File, Format, ReadOptions, missing_columns_error
+from overlord.sources.python_objects import NO_DICT
 from overlord.sources.tables import type_name
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ def check_first_rows(
     fmt: Format, access: Files, file: File, chunks: Chunks, options: ReadOptions
 ) -> None:
     """Raise BadFile if no row at the start of a file has a column of ``options.required``.
+
+    It is raised for rows of a dataset that are not dicts, too.
 
     Unreadable rows are skipped: they are quarantined later. A factory is not called, since its
     start may be slow.
@@ -41,7 +44,10 @@ def check_first_rows(
     with closing(
         _read(fmt, access, file, chunks, replace(one, columns=None, slice_rows=ROWS))
     ) as slices:
-        schema = next(slices).table.schema
+        first = next(slices)
+    schema, reasons = first.table.schema, [reason for _, reason in first.bad]
+    if len(reasons) == len(first.row) and all(why.startswith(NO_DICT) for why in reasons):
+        raise BadFile(f"{reasons[0]} in each of the first {len(reasons)} rows", "yield dicts")
     missing = [name for name in options.required if name in left and name not in schema.names]
     if missing and schema.names:
         raise missing_columns_error(missing, {f.name: type_name(f.type) for f in schema})

@@ -40,7 +40,7 @@ from overlord.sources.base import (
 from overlord.sources.files import Files
 from overlord.sources.first_rows import check_first_rows
 from overlord.sources.formats import DIRECTORY_SUFFIXES, FORMATS, format_named, format_of
-from overlord.sources.python_objects import Factory, files_of, fingerprint_of
+from overlord.sources.python_objects import Factory, Listed, files_of, fingerprint_of
 from overlord.sources.retry import deadline_s, retry_briefly
 from overlord.sources.timeouts import TIMEOUTS
 from overlord.uris import scrub
@@ -474,6 +474,11 @@ def _missing(work: _Work) -> list[list[File]]:
     return [left[k : k + FILES_PER_TASK] for k in range(0, len(left), FILES_PER_TASK)]
 
 
+def _opens_nothing(held: Any) -> bool:
+    """Return whether rows can be read before workers start: those of files or of a list."""
+    return held is None or isinstance(held, Listed)
+
+
 def _read_chunks(task: tuple[_Work, list[File]], at: OnWait) -> int:
     """List the chunks of a few files of one source in ``work.parts``; return their number.
 
@@ -487,7 +492,9 @@ def _read_chunks(task: tuple[_Work, list[File]], at: OnWait) -> int:
             work.parts[file.path] = retry_briefly(lambda f=file: fmt.chunks(access, f, options))  # type: ignore[misc]
             if file is work.files[0]:
                 work.schema = retry_briefly(lambda f=file: fmt.schema(access, f, options))  # type: ignore[misc]
-                if work.schema is None and (access.held is None or work.spec.reads_datasets):
+                if work.schema is None and (
+                    work.spec.reads_datasets or _opens_nothing(access.held)
+                ):
                     of = (work.parts[file.path], options)
                     retry_briefly(lambda f=file, of=of: check_first_rows(fmt, access, f, *of))  # type: ignore[misc]
             work.stale = True

@@ -25,6 +25,7 @@ from overlord.sources.base import (
 if TYPE_CHECKING:
     from overlord.sources.files import Files
 
+NO_DICT = "expected a dict"  # begins the reason of a row that is not one
 CHUNK_SLICES = 16  # slices per chunk of a map-style dataset
 
 
@@ -181,7 +182,7 @@ def _rows(factory: Factory, shard: int) -> Iterator[Any]:
     n = 0
     try:
         for row in factory.rows(shard):
-            yield row if isinstance(row, Mapping) else f"expected a dict, got {type(row).__name__}"
+            yield row if isinstance(row, Mapping) else f"{NO_DICT}, got {type(row).__name__}"
             n += 1
     except Exception as error:
         problem = f"the factory raised at row {n} of shard {shard}: {describe_error(error)}"
@@ -194,7 +195,7 @@ def _item(dataset: Any, k: int) -> Any:
         row = dataset[k]
     except Exception as error:
         return f"the dataset raised {describe_error(error)}"
-    return row if isinstance(row, Mapping) else f"expected a dict, got {type(row).__name__}"
+    return row if isinstance(row, Mapping) else f"{NO_DICT}, got {type(row).__name__}"
 
 
 def _slice(at: int, rows: list[Any], options: ReadOptions, last: bool) -> RawSlice:

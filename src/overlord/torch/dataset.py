@@ -94,6 +94,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         self._must_rewind = bool(rewind)  # it was asked for, so the first pass checks it already
         self._rank, self._options, self._wrap = rank, launch_options, wrap
         self._client: Any = None if self.job is not None else (wrap(source) if wrap else source)
+        self._session: Any = None if self.job is not None else getattr(source, "session", None)
         # The state at which every pass starts, with ``rewind``.
         self._first: State | None = (
             self._client.state_dict() if self.rewind and self._client is not None else None
@@ -117,6 +118,20 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
     def client(self) -> Any:
         """The client that delivers the steps; None for a Job before the first ``iter()``."""
         return self._client
+
+    @property
+    def session(self) -> Any:
+        """The session on the rank that launched it, for calls such as ``set_mixture``; else None.
+
+        Raise ``JobError`` before the first ``iter()``, which launches a Job.
+        """
+        if self._client is None:
+            problem = (
+                "session: expected a Job that is launched, got one before the first iter(); read "
+                "it in the loop over steps, or in a callback of the trainer"
+            )
+            raise JobError([problem], "Loader")
+        return self._session
 
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
@@ -366,6 +381,7 @@ class Dataset(IterableDataset):  # type: ignore[misc]  # mypy does not follow to
         if self._client is None:
             assert self.job is not None
             client = _join(self.job, self._rank, self._options)
+            self._session = client.session
             self._client = self._wrap(client) if self._wrap else client
             self._note_start()
         if self._pending is not None:

@@ -133,6 +133,15 @@ class Loader(_DataLoader):  # type: ignore[misc]  # mypy does not follow torch
         """The client that delivers the steps; None for a Job before the first ``iter()``."""
         return self.dataset.client
 
+    @property
+    def session(self) -> Any:
+        """The session on the rank that launched it (rank 0), for ``set_mixture``, ``skip``, ...
+
+        None on other ranks, and for a client of a session that was launched elsewhere. Raise
+        ``JobError`` before the first ``iter()``, which launches a Job.
+        """
+        return self.dataset.session
+
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report metrics of a step, as ``client.report``; an adaptive mixture uses them."""
         self.dataset.open()

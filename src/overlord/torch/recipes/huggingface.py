@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -9,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -20,6 +21,8 @@ from overlord.torch.loader import Loader
 from overlord.torch.recipes import preference_pairs as pairs
 from overlord.torch.recipes.step_shape import fixed_microbatches
 from overlord.torch.token_mean import evaluate
+
+log = logging.getLogger("overlord")
 
 
 @contextmanager
@@ -34,9 +37,10 @@ def use(
     """Let a ``Trainer`` train on a job and evaluate on another, in a ``with`` block.
 
     An optimizer step is a step of the job. Losses are means over the tokens of the whole step, and
-    of the whole evaluation. The position in the data is in every checkpoint, and
-    ``train(resume_from_checkpoint=...)`` continues there on any number of ranks. ``transform``: a
-    function from a microbatch to the arguments of the model; ``flattened`` by default.
+    of the whole evaluation. ``max_steps`` is ``Job.until`` by default. The position in the data is
+    in every checkpoint, and ``train(resume_from_checkpoint=...)`` continues there on any number of
+    ranks. ``transform``: a function from a microbatch to the arguments of the model; ``flattened``
+    by default.
 
     A ``DPOTrainer`` of TRL needs a job of ``Pair`` sources. Losses are means over the pairs of the
     step, and ``preference`` is the default of ``transform``.
@@ -45,8 +49,15 @@ def use(
     _check(trainer, job, preferences)
     given = transform or (huggingface.preference if preferences else huggingface.flattened)
     trainer.args.ignore_data_skip = True  # the position is loaded, so nothing is left to skip
-    if trainer.args.max_steps <= 0 and job.end_step is not None:
+    if trainer.args.max_steps <= 0:
         trainer.args.max_steps = job.end_step
+    if trainer.args.num_train_epochs != TrainingArguments.num_train_epochs:
+        log.warning(
+            "huggingface: num_train_epochs=%s has no effect, since a job has steps; training ends "
+            "after max_steps=%d",
+            trainer.args.num_train_epochs,
+            trainer.args.max_steps,
+        )
     with ExitStack() as stack:
         loader = stack.enter_context(
             Loader(
@@ -152,6 +163,11 @@ def _check(trainer: Any, job: Job, preferences: bool) -> None:
         wrong.append(
             f"gradient_accumulation_steps: expected {wanted}, the Batch.microbatches of the job, "
             f"got {args.gradient_accumulation_steps}"
+        )
+    if args.max_steps <= 0 and job.end_step is None:
+        wrong.append(
+            "max_steps: expected the number of steps in TrainingArguments or as Job.until, got "
+            "neither; num_train_epochs does not end a job"
         )
     if args.restore_callback_states_from_checkpoint:
         wrong.append("restore_callback_states_from_checkpoint: expected False, got True")
