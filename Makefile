@@ -7,7 +7,7 @@ export PYTHONPATH := src
 export OVERLORD_CACHE ?= $(CURDIR)/build/cache
 unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of interpreters, each of which would compile every module again
 
-.PHONY: demo test test-all lint types unit laws hdp ray ray-versions trainers python-versions bench soak package docs docs-version clean
+.PHONY: demo test test-all lint types unit laws hdp ray ray-versions trainers python-versions bench guard soak package docs docs-version clean
 
 # make demo RUNTIME=ray runs it on a Ray cluster of this machine.
 RUNTIME ?= local
@@ -79,6 +79,11 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/endtoend_model.py
 	$(BIN)/python benchmarks/throughput.py
+
+# Instructions and cache misses of a small null job, compared with benchmarks/guard.json: fails if either grew by more than 5 %. Needs valgrind; two minutes.
+# make guard AGAINST=../old compares with another checkout, in any versions.
+guard: $(VENV)/.test
+	$(BIN)/python benchmarks/guard.py $(if $(AGAINST),--against $(AGAINST))
 
 # The distribution as users get it: built in isolation, installed with its dependencies into an empty environment, tried there.
 package: $(VENV)/.test
