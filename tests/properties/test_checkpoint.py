@@ -23,6 +23,7 @@ from overlord.journal.write_ahead import JournalStart
 from overlord.messages.control import (
     AddSource,
     Cursor,
+    EventId,
     PlannedStep,
     Report,
     SetMixture,
@@ -192,20 +193,22 @@ class Checked(JobJournal):
         self.truth |= {stage.plan.step: stage.after for stage in stages}
         self.check()
 
-    def write_event(self, event: Any) -> None:
-        super().write_event(event)
+    def write_event(self, event: Any, event_id: EventId) -> None:
+        super().write_event(event, event_id)
         if isinstance(event, (SetMixture, Skip)):
             self.log.add(event, lambda: 0)
             self.check()
 
-    def write_added_source(self, event: AddSource, blueprint: PreparedJob) -> None:
-        super().write_added_source(event, blueprint)
+    def write_added_source(
+        self, event: AddSource, blueprint: PreparedJob, event_id: EventId
+    ) -> None:
+        super().write_added_source(event, blueprint, event_id)
         self.log.add(event, lambda: 0)
         self.names = tuple(blueprint.job.names)
         self.check()
 
-    def write_report(self, report: Report) -> None:
-        super().write_report(report)
+    def write_report(self, report: Report, event_id: EventId) -> None:
+        super().write_report(report, event_id)
         self.log.report(report, 0)
 
     def check(self) -> None:

@@ -16,10 +16,13 @@ from typing import Any
 import pytest
 
 import overlord as ov
+from overlord.client.remote_queue import RemoteStepQueue
 from overlord.cluster.launcher import Launcher
 from overlord.cluster.worker_factory import WorkerFactory
 from overlord.errors import ActorLost, DataStall, JournalError, OverlordError
+from overlord.messages.control import Report, SentReport
 from overlord.messages.launcher import PlacementChanged
+from overlord.serving.session_api import call
 from tests.internals import (
     COORDINATOR_AWAITED,
     LAUNCHER_EXECUTES,
@@ -200,7 +203,7 @@ def test_a_mixture_that_was_given_up_and_changed_all_the_same_is_in_states(
             with pytest.raises(DataStall) as given_up:
                 session.set_mixture({"a": 1.0, "b": 0.0, "c": 0.0}, at=20)
         assert "may still apply the event" in "".join(given_up.value.__notes__)
-        until(lambda: launcher.ask("applied_events"))
+        until(lambda: launcher.ask("last_event"))
         until(lambda: session.state_dict()["events"])
         saved = clients[0].state_dict()
         lived = play(session)
@@ -292,22 +295,88 @@ def test_a_report_that_a_coordinator_accepted_and_died_with_is_told_to_the_next(
 ) -> None:
     made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=30)
     calm = run(made, "local", report=say, prefetch=4)
-    ask, todo = Launcher.ask, ["once"]
+    todo = ["once"]
 
-    def dies(launcher: Launcher, method: str, *args: Any, **settings: Any) -> Any:
-        answer = ask(launcher, method, *args, **settings)
-        if method == "report" and (args[0].step, args[0].rank) == (9, 1) and todo:
-            todo.clear()
-            old = launcher.coordinator
-            assert old is not None
-            launcher.control.kill(old)
-            until(lambda: launcher.coordinator is not old)  # it is told what is known by now
-        return answer
-
-    monkeypatch.setattr(Launcher, "ask", dies)
     with launch(replace(made, journal=journal), **APART, prefetch=4) as session:
+        launcher, report = launcher_of(session), RemoteStepQueue.report
+
+        def dies(queue: RemoteStepQueue, sent: Report, in_time: bool) -> None:
+            report(queue, sent, in_time)
+            if (sent.step, sent.rank) == (9, 1) and todo:
+                todo.clear()
+                until(lambda: sent in launcher.ask("reports")[0])
+                old = launcher.coordinator
+                assert old is not None
+                launcher.control.kill(old)
+                until(lambda: launcher.coordinator is not old)  # it is told what is known by now
+
+        monkeypatch.setattr(RemoteStepQueue, "report", dies)
         assert play(session, report=say).steps == calm.steps
+        assert session.metrics()["feedback"]["late"] == 0
     assert not todo
+
+
+@pytest.mark.parametrize("lost", ["constructor-worker/0", "planner"])
+def test_a_report_counts_once_whatever_is_lost_while_it_is_on_its_way(
+    journal: str, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """What a client sent is with a constructor worker that dies, or is sent again to a coordinator
+    that has it already.
+    """
+    made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=30)
+    calm = run(made, "local", report=say, prefetch=4)
+    report, todo = RemoteStepQueue.report, [4, 11, 18]
+
+    with launch(replace(made, journal=journal), **APART, prefetch=4) as session:
+        launcher = launcher_of(session)
+
+        def dies(queue: RemoteStepQueue, sent: Report, in_time: bool) -> None:
+            report(queue, sent, in_time)
+            if todo and sent.rank == 0 and sent.step == todo[0]:
+                todo.pop(0)
+                named = {"planner": launcher.coordinator, **launcher.workers.handles}
+                os.kill(named[lost].pid, signal.SIGKILL)  # type: ignore[union-attr, arg-type]
+
+        monkeypatch.setattr(RemoteStepQueue, "report", dies)
+        assert play(session, report=say).steps == calm.steps
+        counts = session.metrics()["feedback"]
+    assert not todo
+    assert counts["late"] == 0
+    assert counts["received"] <= 2 * 30
+
+
+def test_a_report_of_a_rank_whose_steps_are_broadcast_counts_once(journal: str) -> None:
+    """It has no step queue: it sends all that it keeps to the session, each time."""
+    made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=30, journal=journal)
+    with launch(made, **APART) as session:
+        session.serve()
+        serving = running_job(session).remote_ranks
+        assert serving is not None
+        sent = [SentReport(n, Report(n, 1, say(1, n)), in_time=False) for n in (1, 2, 3)]
+        for last in (1, 2, 2, 3):
+            request = {"ask": "report", "reports": sent[:last]}
+            call(serving, 1, request, broadcast=True)  # type: ignore[arg-type]
+        with pytest.raises(OverlordError, match="expected a request of"):
+            call(serving, 1, request)  # type: ignore[arg-type]
+        assert session.metrics()["feedback"]["received"] == 3
+        launcher = launcher_of(session)
+        assert launcher.ask("reports") == ([one.report for one in sent], {1: 3})
+
+
+def test_the_last_report_of_a_client_counts_though_its_constructor_dies_before_it_is_closed(
+    journal: str,
+) -> None:
+    made = job(mixture=Chaser(("a", "b", "c")), feedback_lag=6, until=30, journal=journal)
+    with launch(made, **APART) as session:
+        clients = clients_of(session)
+        ahead(clients, 3)
+        os.kill(launcher_of(session).workers.handles["constructor-worker/0"].pid, signal.SIGKILL)
+        until(lambda: launcher_of(session).ask("open_step") is not None)
+        last = clients[0].queue
+        until(lambda: len(last) >= 0 and bool(last.connection_problem))  # type: ignore[attr-defined]
+        clients[0].report(2, say(0, 2))
+        clients[0].close()
+        until(lambda: session.metrics()["feedback"]["received"] == 1)
 
 
 def test_a_skip_that_was_written_and_passed_before_it_was_answered_has_happened(

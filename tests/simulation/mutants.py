@@ -22,8 +22,10 @@ from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.launcher import Launcher
 from overlord.cluster.loader_worker import LoaderWorker
 from overlord.cluster.placement import AttachedRanks
-from overlord.cluster.plan_router import PlanHistory, ReportBarrier
+from overlord.cluster.plan_router import PlanHistory
 from overlord.constructor.payload_gather import PayloadGatherer
+from overlord.errors import ActorLost
+from overlord.journal.applied_ids import AppliedIds
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
 from overlord.journal.write_ahead import AppendThread
@@ -275,7 +277,7 @@ def _not_anew(real: Any) -> Any:
 
 
 def _unsaid(real: Any) -> Any:
-    def said(self: Any, event: Any) -> None:
+    def said(self: Any, *given: Any) -> None:
         return None
 
     return said
@@ -288,13 +290,43 @@ def _lose_said(real: Any) -> Any:
     return state
 
 
+def _reports_later(real: Any) -> Any:
+    held: dict[int, Any] = {}
+
+    def report_acks(self: ConstructorWorker, reports: Any = ()) -> None:
+        before, held[id(self)] = held.get(id(self), ()), reports
+        real(self, before)
+
+    return report_acks
+
+
+def _lose_with_ack(real: Any) -> Any:
+    def send_ack(self: RemoteStepQueue, step: int) -> None:
+        real(self, step)
+        if self.connection_problem == "":
+            self._sender.clear()
+
+    return send_ack
+
+
 def _take_for_heard(real: Any) -> Any:
     def ask(self: Launcher, method: str, *args: Any, **more: Any) -> Any:
-        return real(
-            self, method, *args, **more | ({"done": lambda: True} if method == "event" else {})
-        )
+        if method != "event":
+            return real(self, method, *args, **more)
+        coordinator = self._wait_for_coordinator(self._platform.now() + self._ask_s, self._ask_s)
+        try:
+            return self.control.get(self.control.call(coordinator, method, *args), self._ask_s)
+        except ActorLost:
+            return None
 
     return ask
+
+
+def _always(real: Any) -> Any:
+    def is_new(self: AppliedIds, event_id: Any) -> bool:
+        return True
+
+    return is_new
 
 
 def _says(scenario: Scenario) -> bool:
@@ -380,9 +412,9 @@ MUTANTS = (
     ),
     Mutant(
         "count a step before its reports",
-        "a step counts as taken though what was reported before is still on its way to the planner",
-        ((ReportBarrier, "hold", lambda old: lambda self, taken: taken),),
-        0,
+        "a constructor host sends reports one message later than the steps that were taken after them",
+        ((ConstructorWorker, "_report_acks", _reports_later),),
+        104,
         _learns,
     ),
     Mutant(
@@ -471,14 +503,14 @@ MUTANTS = (
         "do what was said before it is written",
         "a change that people made takes effect, and is lost with the planner",
         ((JobJournal, "write_event", _unsaid),),
-        255,
+        323,
         _says_to_planner,
     ),
     Mutant(
         "forget what was said on replay",
         "changes that people made are not read from the journal",
         ((Recovered, "state", _lose_said),),
-        255,
+        175,
         _says_to_planner,
     ),
     Mutant(
@@ -487,6 +519,20 @@ MUTANTS = (
         ((Launcher, "ask", _take_for_heard),),
         509,
         _says_to_planner,
+    ),
+    Mutant(
+        "apply an event twice",
+        "a coordinator does not look at the ids of events and reports that are sent again",
+        ((AppliedIds, "is_new", _always),),
+        3,
+        lambda s: s.learns or _says_to_planner(s),
+    ),
+    Mutant(
+        "lose a report with its ack",
+        "a client forgets a report once it is sent, though its constructor host may die with it",
+        ((RemoteStepQueue, "_send_ack", _lose_with_ack),),
+        105,
+        _learns,
     ),
 )
 

@@ -206,13 +206,13 @@ def while_it_is_written(
     """
     real, written = JobJournal.write_event, list[Any]()
 
-    def said(self: JobJournal, event: Any) -> None:
+    def said(self: JobJournal, event: Any, event_id: Any) -> None:
         if not isinstance(event, SetMixture):
-            return real(self, event)
+            return real(self, event, event_id)
         written.append(event)
         if len(written) == 1:
-            return what(self, lambda: real(self, event))
-        return real(self, event)
+            return what(self, lambda: real(self, event, event_id))
+        return real(self, event, event_id)
 
     monkeypatch.setattr(JobJournal, "write_event", said)
     return written

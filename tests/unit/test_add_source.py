@@ -201,10 +201,8 @@ def test_a_step_that_was_begun_no_longer_changes() -> None:
         held += at > host.planner.next_step
         more = blueprint.with_source(joining)
         with pytest.raises(PlanError, match="planned already"):
-            host.add_source(
-                more.new_source(at - 1), more.loaders_for(2, Cursor()), more.budget_bytes
-            )
-        host.add_source(more.new_source(at), more.loaders_for(2, Cursor()), more.budget_bytes)
+            host.add_source(more.new_source(at - 1), more.loaders_for(2, Cursor()), more)
+        host.add_source(more.new_source(at), more.loaders_for(2, Cursor()), more)
         while executor.step():
             pass
         run = ov.simulate(made, events=[Add(joining, at)])

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import overlord as ov
+from overlord.client.sent_reports import KeptReports, KnownReports, ReportSender
 from overlord.errors import JobError, OverlordError, PlanError, StateMismatch
-from overlord.messages.control import Report, SetMixture, Skip
-from overlord.planning.mixture import EventLog, surely_in_time
+from overlord.messages.control import Report, SentReport, SetMixture, Skip
+from overlord.messages.data import surely_in_time
 from overlord.planning.schedule.base import learns
-from tests.internals import generation_of, loop_of, runtime_of
+from tests.internals import generation_of, loop_of, running_job, runtime_of
 from tests.processes import until
 from tests.worlds import Rows
 
@@ -506,31 +507,49 @@ def test_what_is_said_in_time_is_in_a_state_before_the_planner_has_heard_of_it()
         client.report(1, loss(7))
         client.report(1, loss(1))  # the last word counts
         client.report(2, loss(2))
-        names = session.job.names
-        assert [
-            (r.step, r.metrics)
-            for r in generation_of(session).events.completed(bare, names).reports
-        ] == [(1, loss(1)), (2, loss(2))]  # type: ignore[arg-type]
+        known = KnownReports().with_pending(running_job(session).unconfirmed_reports())
+        state = generation_of(session).events.completed(
+            bare,  # type: ignore[arg-type]
+            session.job.names,
+            reports=known.reports,
+        )
+        assert [(r.step, r.metrics) for r in state.reports] == [(1, loss(1)), (2, loss(2))]
         done.set()
         assert session.state_dict()["reports"] == {str(s): {"0": loss(s)} for s in (1, 2)}
 
 
-def test_a_report_is_expected_until_the_planner_has_said_what_becomes_of_it() -> None:
-    with launch(job(Listener([]))) as session:
-        state = replace(generation_of(session).start, step=4)
-    first, second, said = Report(3, 0, loss(1)), Report(3, 0, loss(2)), EventLog(6)
+def test_a_report_on_its_way_counts_in_states_until_the_planner_has_applied_it() -> None:
+    first, second = Report(3, 0, loss(1)), Report(3, 0, loss(2))
+    late = SentReport(9, Report(2, 0, loss(9)), in_time=False)
+    sender = ReportSender(lag=6)
+    sender.add(first, in_time=True)
+    sender.add(second, in_time=True)
+    on_their_way = [*sender.kept(), late]
+    assert KnownReports().with_pending(on_their_way).reports == [second]
+    heard = KnownReports([first], {0: 1})  # the second counts, though only the first has arrived
+    assert heard.with_pending(on_their_way).reports == [first, second]
+    assert KnownReports([first], {0: 2}).with_pending(on_their_way).reports == [first]
 
-    def held() -> list[Report]:
-        return list(said.completed(state, ("a", "b")).reports)
 
-    said.expect(first)
-    assert held() == [first]
-    said.expect(second)
-    said.report(first, 0)
-    said.received(first)
-    assert held() == [second]  # the last word, though only the first was heard
-    said.received(second)
-    assert held() == [first]  # the second came too late
+def test_a_client_keeps_its_last_report_of_a_step_while_plans_or_states_may_need_it() -> None:
+    kept, sender = KeptReports(lag=3), ReportSender(lag=3, client=2)
+    for step, in_time in ((4, True), (5, True), (4, True), (4, False)):
+        kept.add(sender.add(Report(step, 0, loss(step)), in_time))
+    assert kept.after() == sender.kept()
+    assert [(sent.report.step, sent.in_time) for sent in kept.after()] == [
+        (5, True),
+        (4, True),
+        (4, False),  # it may be too late: then the one before it counts
+    ]
+    numbers = [sent.number for sent in kept.after()]
+    assert min(numbers) > 2**33, "higher than any number of the client before it"
+    assert [sent.number for sent in kept.after(numbers[0])] == numbers[1:]
+    kept.add(sender.kept()[0])  # sent again
+    assert [sent.number for sent in kept.after()] == numbers
+    kept.drop_passed(10)
+    assert len(kept.after()) == 3
+    kept.drop_passed(11)
+    assert [sent.report.step for sent in kept.after()] == [5]
 
 
 @pytest.mark.parametrize("prefetch", [1, 4])

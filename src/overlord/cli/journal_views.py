@@ -148,7 +148,7 @@ def describe(entry: Entry, names: tuple[str, ...], stages: Sequence[tuple[int, A
             f"acked {_step(body['acked'])}"
         )
     if entry.kind == EVENT:
-        return ", ".join(f"{key} {value}" for key, value in body.items())
+        return ", ".join(f"{key} {value}" for key, value in body.items() if key != "id")
     if entry.kind == REPORT:
         return f"rank {body['rank']}: " + ", ".join(
             f"{name} {value:g}" for name, value in body["metrics"].items()

@@ -20,7 +20,7 @@ from overlord.constructor.compact import ExpandedMicrobatch
 from overlord.constructor.sample_documents import rows_of_documents
 from overlord.errors import DataStall, OverlordError, PlanError
 from overlord.line_numbers import add_line_number
-from overlord.messages.control import EncodedState, StreamState
+from overlord.messages.control import EncodedState, Report, SentReport, StreamState
 from overlord.messages.data import StepInfo
 from overlord.plan.module_ranks import OUTSIDE, fetcher_by_rank
 from overlord.plan.view import FIRST, LAST
@@ -44,6 +44,15 @@ class StepQueue(Protocol):
     def end(self, error: BaseException | None, *, drop: bool = False) -> None: ...
     def ack(self, step: int) -> None:
         """Acknowledge to the constructor that the trainer took the step."""
+
+    def report(self, report: Report, in_time: bool) -> None:
+        """Send a report, before any later acknowledgement.
+
+        ``in_time``: no plan that uses it can exist yet.
+        """
+
+    def reports(self) -> Sequence[SentReport]:
+        """Return the reports of this client that plans and states may still need."""
 
     def __len__(self) -> int: ...
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import threading
 import time
@@ -18,6 +17,7 @@ from weakref import WeakSet
 from overlord.client.client import Client, State, StepQueue
 from overlord.client.control_client import CONTROL_SERVER, ControlClient
 from overlord.client.remote_queue import WORKER_PREFIX, RemoteStepQueue
+from overlord.client.sent_reports import REPORTS_UNUSED, ReportSender, warn_of_lost_values
 from overlord.client.world import process_groups
 from overlord.errors import (
     ActorLost,
@@ -28,7 +28,8 @@ from overlord.errors import (
     OverlordError,
     StateMismatch,
 )
-from overlord.messages.control import EncodedState
+from overlord.messages.control import EncodedState, Report, SentReport
+from overlord.messages.data import checked_report, surely_in_time
 from overlord.transport.connection import RETRY_S
 
 log = logging.getLogger("overlord")
@@ -144,6 +145,12 @@ class SessionConnection:
             reconnect_s,
         )
         self._client: Client | None = None
+        self._lag, self._learns = control.welcome["feedback_lag"], control.welcome["learns"]
+        self._sender = ReportSender(self._lag, control.welcome["client"])
+        # False: the first report causes a warning
+        self._warned = control.welcome["uses_reports"]
+        self._warned_of_values = False
+        self._generation = 0  # of the last report of a rank without a step queue
 
     def client(
         self,
@@ -190,6 +197,7 @@ class SessionConnection:
             next_step=at["state"].step,
             generation=at["generation"],
             prefetch=self._started["prefetch"],
+            sender=self._sender,
             reconnect_s=self._reconnect_s,
             on_moved=self._moved,
             siblings=self._siblings,
@@ -247,7 +255,11 @@ class SessionConnection:
     def export(self, queue: StepQueue, state: State) -> dict[str, Any]:
         generation = cast(RemoteStepQueue, queue).generation
         saved: dict[str, Any] = self._control.ask(
-            "export", timeout_s=self._timeout_s, generation=generation, state=state
+            "export",
+            timeout_s=self._timeout_s,
+            generation=generation,
+            state=state,
+            reports=self._sender.kept(),
         )
         return saved
 
@@ -266,6 +278,9 @@ class SessionConnection:
         except FrameError as fault:  # the encoding fails only for a damaged state
             remedy = "load the state that state_dict() returned, unchanged"
             raise StateMismatch({}, remedy, f"the state is damaged: {fault}") from fault
+        self._sender.clear()
+        for report in at["reports"]:  # of this rank in its state; no step is planned yet
+            self._sender.add(report, in_time=True)  # sent with the first acknowledgement
         new = self._connect_queue(at)
         old.end(
             OverlordError(
@@ -281,26 +296,46 @@ class SessionConnection:
     def report(self, queue: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
         """Check a report and send it; raise ``JobError`` if it is invalid.
 
-        Scalars of any library become numbers.
+        Scalars of any library become numbers. A rank whose steps another rank fetches sends all
+        reports that it keeps to the session: the last ones may have been lost.
         """
-        from overlord.messages.data import checked_report
-
-        rank, generation = self._control.rank, cast(RemoteStepQueue, queue).generation
         try:
-            report = checked_report(rank, step, metrics, next_step)
+            report = checked_report(self._control.rank, step, metrics, next_step)
         except JobError:
-            with contextlib.suppress(OverlordError):
-                self._control.ask("refused", timeout_s=REASON_S)
+            self._count_refused()
             raise
-        values = {name: report.metrics.get(name, math.nan) for name in metrics}
+        self._warn(report, len(metrics) - len(report.metrics))
+        if isinstance(queue, RemoteStepQueue):
+            queue.report(report, self._is_in_time(report, next_step))
+            return
+        generation = cast(RemoteStepQueue, queue).generation
+        if generation != self._generation:  # the session was rewound
+            self._generation = generation
+            self._sender.clear()
+        self._sender.add(report, in_time=False)  # another rank takes steps ahead of this one
+        self._sender.drop_passed(next_step - 1)
         self._control.ask(
-            "report",
-            timeout_s=self._timeout_s,
-            generation=generation,
-            step=report.step,
-            metrics=values,
-            next_step=next_step,
+            "report", timeout_s=self._timeout_s, generation=generation, reports=self._sender.kept()
         )
+
+    def _is_in_time(self, report: Report, next_step: int) -> bool:
+        prefetch = self._started["prefetch"]
+        return self._learns and surely_in_time(report, next_step, self._lag, prefetch)
+
+    def _count_refused(self) -> None:
+        with contextlib.suppress(OverlordError):
+            self._control.ask("refused", timeout_s=REASON_S)
+
+    def _warn(self, report: Report, lost: int) -> None:
+        """Warn once of values that are not used, and once of reports that are not."""
+        if lost:
+            self._count_refused()
+            if not self._warned_of_values:
+                warn_of_lost_values(report, lost)
+            self._warned_of_values = True
+        if not self._warned:
+            log.warning(REPORTS_UNUSED)
+        self._warned = True
 
     def disconnect(self) -> None:
         """Close the control connection without a detach: the session keeps the rank attached."""
@@ -308,10 +343,14 @@ class SessionConnection:
 
     def _close(self) -> None:
         client, took = self._client, (-1, -1)
+        reports: tuple[SentReport, ...] = ()
         if client is not None:
             queue = cast(RemoteStepQueue, client.queue)
             took = (queue.generation, queue.taken)
+            # its constructor worker may be lost, and these reports with it
+            reports = queue.reports() if self._learns else ()
         crashed = client is not None and client.failed  # a restarted trainer may connect again
         with contextlib.suppress(OverlordError):  # if the session is gone, no rank waits for this
-            self._control.ask("crashed" if crashed else "detach", timeout_s=DETACH_S, took=took)
+            what = "crashed" if crashed else "detach"
+            self._control.ask(what, timeout_s=DETACH_S, took=took, reports=reports)
         self._control.close()

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
+from overlord.client.sent_reports import ReportSender
 from overlord.constructor.build import BucketBatch
+from overlord.messages.control import Report, SentReport
 from overlord.messages.data import StepInfo
 
 
 class LocalStepQueue:
-    """The queue of one client, filled by the event loop and read by the thread of the trainer."""
+    """The queue of one client, filled by the event loop and read by the thread of the trainer.
 
-    def __init__(self) -> None:
+    ``on_report`` posts a report to the event loop, before later steps count as taken.
+    """
+
+    def __init__(self, on_report: Callable[[SentReport], None], sender: ReportSender) -> None:
+        self._on_report, self._sender = on_report, sender
         self._steps: deque[tuple[StepInfo, BucketBatch]] = deque()
         self._changed = threading.Condition()
         self._ended = False
@@ -40,7 +47,14 @@ class LocalStepQueue:
             self._ended, self._error = False, None
 
     def ack(self, step: int) -> None:
-        """Do nothing: the session counts the steps of clients in this process."""
+        """Drop old reports. The session counts the steps of clients in this process."""
+        self._sender.drop_passed(step)
+
+    def report(self, report: Report, in_time: bool) -> None:
+        self._on_report(self._sender.add(report, in_time))
+
+    def reports(self) -> tuple[SentReport, ...]:
+        return self._sender.kept()
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -22,10 +22,11 @@ import numpy as np
 
 from overlord.buffer_pool import BufferPool
 from overlord.client.control_client import CONTROL_SERVER, reason_of
+from overlord.client.sent_reports import ReportSender
 from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
-from overlord.messages.control import EncodedState
+from overlord.messages.control import EncodedState, Report, SentReport
 from overlord.messages.data import EndOfStream, StepAck, StepInfo, StepMessage
 from overlord.transport.address import address_text
 from overlord.transport.connection import CLOSES, TIMEOUT, SocketConnection, open_connection
@@ -71,6 +72,7 @@ class RemoteStepQueue:
         next_step: int,
         generation: int = 0,
         prefetch: int = 4,
+        sender: ReportSender | None = None,
         reconnect_s: float = 60.0,
         on_moved: Callable[[EncodedState], None] = lambda state: None,
         siblings: Callable[[RemoteStepQueue], Iterable[RemoteStepQueue]] = lambda queue: (),
@@ -93,6 +95,13 @@ class RemoteStepQueue:
         self._steps: deque[tuple[StepInfo, BucketBatch]] = deque()
         self._buffers = BufferPool()  # for arrays that the trainer expands
         self.taken = -1  # the last step that was acknowledged here; -1: none
+        self._sender = sender or ReportSender(prefetch + 2)
+        self._ack_lock = (
+            threading.Lock()
+        )  # held while acks and reports are sent: they stay in order
+        # the connection of the last ack, and the last report that was sent on it
+        self._acked_link: SocketConnection | None = None
+        self._last_sent = 0
         # last step that an earlier client of this rank acked; sent to a restarted constructor
         self._acked_before = next_step - 1
         self._taking = generation  # generation of the last returned step
@@ -203,12 +212,37 @@ class RemoteStepQueue:
     def ack(self, step: int) -> None:
         """Send an ack of the step; without a connection it is sent on reconnection."""
         self.taken = step
+        self._sender.drop_passed(step)
         self._send_ack(step)
 
+    def report(self, report: Report, in_time: bool) -> None:
+        """Send a report with the last ack; without a connection it is sent on reconnection.
+
+        It is kept, and sent again after a lost connection, while a plan or a state may need it.
+        """
+        self._sender.add(report, in_time)
+        self._send_ack(self.taken)
+
+    def reports(self) -> tuple[SentReport, ...]:
+        """Return the kept reports."""
+        return self._sender.kept()
+
     def _send_ack(self, step: int) -> None:
-        if step >= 0 and (link := self._link) is not None:
+        """Send an ack, with the reports that were not sent on this connection yet."""
+        with self._ack_lock:
+            if (link := self._link) is None:
+                return
+            if link is not self._acked_link:
+                self._acked_link, self._last_sent = link, 0
+            reports = self._sender.kept(self._last_sent)
+            if step < 0 and not reports:
+                return
+            # a rank that took no step of this generation reports on steps before it
+            generation = self._taking if step >= 0 else self.generation
             with contextlib.suppress(ActorLost, DataStall):
-                link.send(StepAck(step, self._waited_s, self._taking), timeout_s=DIAL_S)
+                link.send(StepAck(step, self._waited_s, generation, reports), timeout_s=DIAL_S)
+                if reports:
+                    self._last_sent = reports[-1].number
 
     def end(self, error: BaseException | None, *, drop: bool = False) -> None:
         """Close the queue locally; ``get`` then raises ``error``, or ``StopIteration`` for None.
@@ -358,7 +392,12 @@ class RemoteStepQueue:
         self._steps.clear()
         self._end_received, self._retry_at = False, 0.0
         # acks of the old generation do not apply to the new one
+        goes_on = after.step == self.taken + 1  # on another mesh, from the step after the last one
         self._ended, self._error, self.taken = False, None, -1
+        with self._ack_lock:
+            if not goes_on:  # the state has the reports of the steps before it
+                self._sender.clear()
+            self._acked_link = None
         if self._link is None and self._lost_at is None:  # the stream had ended
             self._lost_at = self._now()
         self.generation, self._next, self._acked_before = generation, after.step, after.step - 1
@@ -526,6 +565,7 @@ class LaunchedStepQueue:
         next_step: int,
         generation: int,
         prefetch: int,
+        sender: ReportSender,
         siblings: list[RemoteStepQueue],
     ):
         self._rank, self._where, self._next, self._generation, self._prefetch = (
@@ -535,6 +575,7 @@ class LaunchedStepQueue:
             generation,
             prefetch,
         )
+        self._sender = sender
         self._remote: RemoteStepQueue | None = None
         self._over: BaseException | None = None
         self._siblings = siblings
@@ -555,6 +596,7 @@ class LaunchedStepQueue:
                 next_step=self._next,
                 generation=self._generation,
                 prefetch=self._prefetch,
+                sender=self._sender,
                 siblings=lambda queue: list(self._siblings),
             )
             self._siblings.append(self._remote)
@@ -570,6 +612,15 @@ class LaunchedStepQueue:
     def ack(self, step: int) -> None:
         if self._remote is not None:
             self._remote.ack(step)
+
+    def report(self, report: Report, in_time: bool) -> None:
+        if self._remote is not None:
+            self._remote.report(report, in_time)
+        else:  # of a loaded state: it is sent once the queue is connected
+            self._sender.add(report, in_time)
+
+    def reports(self) -> tuple[SentReport, ...]:
+        return self._sender.kept()
 
     def put(self, info: StepInfo, bucket: BucketBatch) -> None:
         raise OverlordError(

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from overlord.batch_by_step import BatchByStep
+from overlord.client.sent_reports import KeptReports
 from overlord.cluster.worker import Worker, WorkerConfig
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.images import PixelForm
@@ -25,6 +27,7 @@ from overlord.messages.control import (
     Detach,
     EndOfJob,
     Rollback,
+    SentReport,
     StepsAcked,
 )
 from overlord.messages.data import Build, Deliver, EndRank, RankWait, Release, StepPayload, Unfinish
@@ -67,9 +70,16 @@ class ConstructorWorker(Worker):
             spoiled=self._events.put,
             compact=True,
         )
-        self._delivery = StepPublisher(on_taken=self._acked)
-        # acknowledgements that the event loop has not handled yet, by rank
+        self._delivery = StepPublisher(
+            on_taken=self._acked, on_reports=lambda queue, sent: self._reports_received(sent)
+        )
+        # acknowledgements, by rank, and reports that the event loop has not handled yet
         self._acks, self._acks_lock = dict[int, int](), threading.Lock()
+        self._received: list[SentReport] = []
+        # by rank: a coordinator that takes over may lack the last ones
+        self._reports: dict[int, KeptReports] = defaultdict(
+            lambda: KeptReports(settings.feedback_lag)
+        )
         for rank in self._building.bucket_of:  # clients may connect before they are attached
             self._delivery.queue(rank, settings.generation)
         self._gathering = PayloadGatherer(self._building, failover=settings.failover)
@@ -80,6 +90,7 @@ class ConstructorWorker(Worker):
         self._floor = -1
         # step of the last rollback; that of a coordinator that takes over may be below ``_floor``
         self._rolled_back_to = -1
+        self._generation = 0  # of the last rollback
         self._reported = -1  # last step that was reported to the coordinator as taken by all ranks
         self._acks_sent: dict[int, int] = {}  # rank -> last step that was reported for it
         self._servers = [self._serve(settings.token, **self._platform.inside())]
@@ -156,8 +167,16 @@ class ConstructorWorker(Worker):
         All ranks take a step at about the same time, so the event loop is woken once for them.
         """
         with self._acks_lock:
-            woken = bool(self._acks)
+            woken = bool(self._acks or self._received)
             self._acks[rank] = step
+        if not woken:
+            self._event_loop.post(self._apply_acks)
+
+    def _reports_received(self, sent: Sequence[SentReport]) -> None:
+        """Record the reports of a client. Runs on: server thread."""
+        with self._acks_lock:
+            woken = bool(self._acks or self._received)
+            self._received += sent
         if not woken:
             self._event_loop.post(self._apply_acks)
 
@@ -171,7 +190,9 @@ class ConstructorWorker(Worker):
                 if rank not in self._taken:
                     self._taken[rank] = self._floor
                     if self._floor > self._rolled_back_to:
-                        self._events.put(StepsAcked([rank], [self._floor]))
+                        self._events.put(
+                            StepsAcked([rank], [self._floor], generation=self._generation)
+                        )
                 self.commands.queue.extend(
                     self._building.attach({rank: self._delivery.queue(rank, self._session)})
                 )
@@ -194,34 +215,44 @@ class ConstructorWorker(Worker):
         """Roll back to a step that all ranks have taken.
 
         A coordinator that takes over may roll back to an earlier step than the ranks have taken.
-        So the last steps of the ranks are reported again.
+        So the last steps and reports of the ranks are sent again.
         """
         self.run(self._gathering.rollback(rollback))
+        self._generation = rollback.generation
         self._floor, self._rolled_back_to = max(rollback.step, self._floor), rollback.step
         self._delivery.begin_after(self._floor)
         for rank, step in self._taken.items():
             self._taken[rank] = max(step, self._floor)
             self.run(self._building.consumed([rank], self._floor))
         self._reported, self._acks_sent = self._rolled_back_to, {}
-        self._report_acks()
+        self._report_acks([sent for kept in self._reports.values() for sent in kept.after()])
 
     def _apply_acks(self) -> None:
         """Pass new acknowledgements to the constructors, and report them."""
         with self._acks_lock:
             acks, self._acks = self._acks, {}
+            reports, self._received = self._received, []
+        for sent in reports:
+            self._reports[sent.report.rank].add(sent)
         commands: list[Any] = []
         for rank, step in acks.items():
             if step > self._taken.get(rank, step):
                 self._taken[rank] = step
                 commands += self._building.consumed([rank], step)
+                if rank in self._reports:
+                    self._reports[rank].drop_passed(step)
         # Release before building, so that memory is reused. The sort makes the buckets of a step
         # adjacent, so that they are built together.
         self.run(sorted(commands, key=lambda c: c.step if isinstance(c, Build) else -1))
-        self._report_acks()
+        self._report_acks(reports)
 
-    def _report_acks(self) -> None:
-        """Report acknowledgements when the slowest rank takes a step: only then a plan follows."""
-        slowest = min(self._taken.values(), default=-1)
+    def _report_acks(self, reports: Sequence[SentReport] = ()) -> None:
+        """Send acknowledgements when the slowest rank takes a step, and reports at once.
+
+        Only an acknowledgement of the slowest rank has a plan as a consequence. A report is never
+        sent after the acknowledgements that it arrived with.
+        """
+        slowest, acks = min(self._taken.values(), default=-1), dict[int, int]()
         if slowest > self._reported:
             self._reported = slowest
             acks = {
@@ -230,7 +261,10 @@ class ConstructorWorker(Worker):
                 if step > self._acks_sent.get(rank, -1)
             }
             self._acks_sent |= acks
-            self._events.put(StepsAcked(list(acks), list(acks.values())))
+        if acks or reports:
+            self._events.put(
+                StepsAcked(list(acks), list(acks.values()), list(reports), self._generation)
+            )
 
     def _execute(self, command: Any) -> None:
         match command:
@@ -271,6 +305,17 @@ class ConstructorWorker(Worker):
         for server in self._servers:
             server.caught_up(READ_ACKS_S)
         return self._delivery.taken(rank)
+
+    def reports(self) -> list[SentReport]:
+        """Return the kept reports of all ranks, with those that have just arrived."""
+        for server in self._servers:
+            server.caught_up(READ_ACKS_S)
+
+        def kept() -> list[SentReport]:
+            self._apply_acks()
+            return [sent for kept in self._reports.values() for sent in kept.after()]
+
+        return self._event_loop.call(kept, "the constructor worker's event loop", READ_ACKS_S)
 
     def work(self) -> list[RankWait]:
         """Return the seconds that the trainer of each attached rank has waited, for autoscaling."""

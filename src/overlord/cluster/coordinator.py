@@ -44,9 +44,9 @@ from overlord.messages.control import (
     EndOfJob,
     PlannedStep,
     Refill,
-    Report,
     RestartLoader,
     Rollback,
+    SentReport,
     SetMixture,
     Skip,
     SourceLost,
@@ -56,6 +56,8 @@ from overlord.messages.control import (
 from overlord.messages.data import Announce, DecodeFailures
 from overlord.planning.mixture import with_every_weight
 from overlord.planning.planner import Planner
+from overlord.planning.schedule.base import learns
+from overlord.planning.schedule.by_stage import job_schedule
 from overlord.planning.spec import NewSource, RecentPlans
 from overlord.rpc.actors import ActorSystem
 from overlord.setup.partition import scales
@@ -93,7 +95,7 @@ class Coordinator:
         context = ProcessContext(control, event_loop, platform)
         self._context = context
         self.planner = prepared.planner(state)
-        self._barrier = incarnation.barrier
+        self._learns = learns(job_schedule(prepared.job))
         self.plans = RecentPlans()
         self.on_stage: list[Callable[[PlannedStep], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
@@ -127,7 +129,7 @@ class Coordinator:
             end_at=lambda end: self.run([end]),
             duty_of=lambda name: self.status.duty_of(name, self.history.acked),
         )
-        generation = incarnation.number * GENERATIONS_PER_COORDINATOR
+        generation = self._first_generation = incarnation.number * GENERATIONS_PER_COORDINATOR
         self.recovery = RecoveryManager(
             self.pool, self.standby, context, options, generation, actions
         )
@@ -212,14 +214,33 @@ class Coordinator:
 
     # events of the session
 
-    def event(self, event: Any) -> None:
-        """Apply an event and write it to the journal: except a report, it is durable on return."""
-        if isinstance(event, Report) and self.planner.in_time(event):
-            self.history.reported(event)
-        ended, commands = self.planner.ended, self.gate.record(event)
+    def event(self, event: Any, number: int | None = None) -> None:
+        """Apply an event and write it to the journal: it is durable on return.
+
+        ``number`` identifies an event that may be sent again; the second time it is ignored.
+        """
+        if self._is_applied(event, number):
+            return
+        ended, commands = self.planner.ended, self.gate.record(event, number)
         if isinstance(event, (SetMixture, Skip, SourceLost)) and ended is None:
             self._keep_event(event)
         self.run(commands)
+
+    def _is_applied(self, event: Any, number: int | None) -> bool:
+        event_id = self.gate.applied.id_of(event, number)
+        return event_id is not None and not self.gate.applied.is_new(event_id)
+
+    def report(self, sent: Sequence[SentReport]) -> None:
+        """Apply the reports that are new; they are written with the next plan.
+
+        A late report is counted, and no plan uses it.
+        """
+        for one in sent:
+            if self._is_applied(one.report, one.number):
+                continue
+            if self.planner.in_time(one.report):
+                self.history.reported(one.report)
+            self.commands.queue.extend(self.gate.record(one.report, one.number))
 
     def _keep_event(self, event: Any) -> None:
         """Keep an event for the next rollback, before a plan that uses it takes effect."""
@@ -256,9 +277,10 @@ class Coordinator:
         """Record, with failover, that clients of the session took the steps up to ``step``.
 
         Constructor workers report it too, but an acknowledgement may be lost with its worker. This
-        call arrives before the client requests its next step.
+        call arrives before the client requests its next step. A mixture that learns does without:
+        a step counts once the reports that travel with its acknowledgement have arrived.
         """
-        if self.recovery.fails_over:
+        if self.recovery.fails_over and not self._learns:
             self.run(
                 [
                     Consumed(rank, step)
@@ -272,7 +294,12 @@ class Coordinator:
     def _worker_events(self, events: Sequence[Any]) -> None:
         for event in events:
             match event:
-                case StepsAcked(ranks=ranks, steps=steps):
+                case StepsAcked(generation=sent) if sent < self._first_generation:
+                    # The coordinator before this one may have received earlier reports and acks.
+                    # The worker sends all of them again after the rollback of the takeover.
+                    pass
+                case StepsAcked(ranks=ranks, steps=steps, reports=reports):
+                    self.report(reports)  # before a step counts that was taken after them
                     for rank, step in zip(ranks, steps, strict=True):
                         self._acked(rank, step)
                 case ConnectionLost():
@@ -294,14 +321,7 @@ class Coordinator:
     def _acked(self, rank: int, step: int) -> None:
         if rank in self._ranks:
             self.on_taken(rank, step)
-            self.commands.queue.extend(self._barrier.hold([Consumed(rank, step)]))
-
-    def all_reported(self, mark: int) -> None:
-        """Release the acknowledgements that waited for the reports before ``mark``."""
-        if (released := self._barrier.release(mark)) is not None:
-            self.commands.queue.extend(c for c in released if c.rank in self._ranks)
-            self.run()
-            self.gate.acked()  # no plan follows the last steps and would record them
+            self.commands.queue.append(Consumed(rank, step))
 
     def _end_with(self, error: ActorLost) -> None:
         """End the job with an error after the complete steps: a worker is lost for good."""
@@ -467,10 +487,10 @@ class Coordinator:
             return words
         answers = self.status.poll()
         busy = self.status.busy(answers)
-        # constructor workers report late, and the planner needs all steps to name the slowest rank
-        acks = [ack for ack in self.status.acks(answers) if ack.rank in self._ranks]
-        self.commands.queue.extend(self._barrier.hold(acks))
-        self.run()
+        if not self._learns:
+            # Constructor workers report late, and the planner needs all steps to name the slowest
+            # rank. Where the mixture learns, a step counts only after its rank's reports.
+            self.run([ack for ack in self.status.acks(answers) if ack.rank in self._ranks])
         return self.planner.waiting_for() + (f" ({'; '.join(busy[:3])})" if busy else "")
 
     def metrics(self) -> dict[str, Any]:

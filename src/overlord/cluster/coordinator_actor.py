@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -26,14 +26,14 @@ from overlord.cluster.worker import EventQueue
 from overlord.cluster.worker_factory import MULTI_WORKER_READ_AHEAD, RemoteWorkerFactory
 from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, JournalError, OverlordError
+from overlord.journal.applied_ids import SESSION
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
 from overlord.journal.write_ahead import JournalStart
-from overlord.messages.control import EndOfJob, PlannedStep, Report, SetMixture, Skip, StreamState
+from overlord.messages.control import EndOfJob, PlannedStep, Report, SentReport, StreamState
 from overlord.messages.launcher import (
     CoordinatorFailed,
     EventApplied,
-    EventsFound,
     JobFinished,
     KillProcess,
     PlacementChanged,
@@ -150,8 +150,6 @@ class CoordinatorActor:
         # the last end of the job that was sent to the launching process; a text before the first
         self._end_sent: EndOfJob | str | None = "nothing yet"
         self._acked = -2
-        # events of earlier coordinators in the journal, then those that this one applied
-        self._applied: list[Any] = []
         self._watched = config.watched
         self._losses = TokenLosses()
 
@@ -212,7 +210,7 @@ class CoordinatorActor:
             coordinator.on_stage.append(self._planned)
             coordinator.on_lost.append(self._events.put)
             coordinator.on_taken = self._taken
-            self.serve(coordinator, self._applied)
+            self.serve(coordinator)
             acked = coordinator.history.acked
             self._session_events = SessionEvents(coordinator)
             self._event_loop.start(self._loop_failed, self._after_turn)
@@ -221,19 +219,16 @@ class CoordinatorActor:
         except BaseException as fault:
             begun.set_exception(fault)
 
-    def serve(self, coordinator: Coordinator, applied: Sequence[Any] = ()) -> None:
-        """Answer requests by ``coordinator``; send what its predecessor may not have sent.
-
-        ``applied`` are the user's events in the journal.
-        """
-        self._coordinator, self._applied = coordinator, list(applied)
+    def serve(self, coordinator: Coordinator) -> None:
+        """Answer requests by ``coordinator``; send what its predecessor may not have sent."""
+        self._coordinator = coordinator
         self._send_recovered()
 
     def _start(self) -> Coordinator:
         """Return a coordinator with started workers, or one that took over the living workers."""
         given = (self._config, self._rpc, self._event_loop, self._starter)
         if not self._config.incarnation:
-            return first_coordinator(*given, send=self._send)
+            return first_coordinator(*given)
         if not self._config.opened:
             # the journal is empty, or of an earlier session: ``open_journal`` follows
             self._takeover = Takeover(*given, Recovered(), send=self._send)
@@ -242,7 +237,6 @@ class CoordinatorActor:
             self._where_journal, self._config.prepared.job.name, launch=self._config.launch
         )
         journal.start(self._event_loop.post)
-        self._applied = found.events
         try:
             self._takeover = Takeover(*given, found, send=self._send)
             coordinator = self._takeover.coordinator
@@ -260,8 +254,8 @@ class CoordinatorActor:
         processes, they include the last acknowledged step and the last step of each rank.
         """
         state = self._coordinator.planner.state()
-        if self._applied:
-            self._events.put(EventsFound(list(self._applied)))
+        if last := self._coordinator.gate.applied.last(SESSION):
+            self._events.put(EventApplied(last))
         for event in lost_sources(state.events) if self._config.incarnation else ():
             self._events.put(event)
         if self._takeover is None:
@@ -370,42 +364,32 @@ class CoordinatorActor:
     def consumed(self, ranks: list[int], step: int) -> Future[None]:
         return self._on_loop(lambda: self._coordinator.consumed(ranks, step))
 
-    def event(self, event: Any) -> Future[None]:
-        """Apply an event. Confirm a ``SetMixture`` or ``Skip`` by a message, too.
+    def event(self, number: int, event: Any) -> Future[None]:
+        """Apply an event of the session, once; confirm it by a message, too.
 
-        The message also arrives if the caller no longer waits for the answer.
+        ``number`` identifies it. The message also arrives if the caller no longer waits for the
+        answer.
         """
 
         def act() -> None:
-            self._coordinator.event(event)
-            if isinstance(event, (SetMixture, Skip)):
-                self._confirm(event)
+            self._coordinator.event(event, number)
+            self._events.put(EventApplied(number))
 
         return self._on_loop(act)
 
-    def report(self, report: Report) -> Future[bool]:
-        """Apply a report; return a future of whether a later plan uses it.
+    def report(self, sent: list[SentReport]) -> Future[None]:
+        """Apply reports of ranks that have no step queue, each once."""
+        return self._on_loop(lambda: self._coordinator.report(sent))
 
-        A late report is dropped. A repeated one counts as used if an earlier coordinator received
-        it in time.
-        """
-
-        def act() -> bool:
-            used = (
-                self._coordinator.planner.in_time(report)
-                or report in self._coordinator.planner.state().reports
-            )
-            self._coordinator.event(report)
-            return used
-
-        return self._on_loop(act)
-
-    def all_reported(self, mark: int) -> Future[None]:
-        """Release acknowledgements: the launching process sent all reports before ``mark``."""
-        return self._on_loop(lambda: self._coordinator.all_reported(mark))
+    def reports(self) -> Future[tuple[list[Report], dict[int, int]]]:
+        """Return a future of the fields of ``KnownReports``, for states."""
+        return self._on_loop(
+            lambda: (self._coordinator.history.reports(), self._coordinator.gate.applied.reports())
+        )
 
     def add_source(
         self,
+        number: int,
         new: NewSource,
         h: int,
         fingerprint: dict[str, str],
@@ -414,11 +398,16 @@ class CoordinatorActor:
     ) -> Future[None]:
         """Add a source that loader worker ``h`` reads, which the launching process has started.
 
-        ``linked``: addresses of the constructor workers to which it is connected, by number.
+        ``number`` identifies the event. ``linked``: addresses of the constructor workers to which
+        the worker is connected, by number.
         """
 
         def act() -> None:
             coordinator, before = self._coordinator, self._coordinator.prepared
+            event_id = coordinator.gate.applied.id_of(new.event, number)
+            assert event_id is not None
+            if not coordinator.gate.applied.is_new(event_id):
+                return self._events.put(EventApplied(number))
             assert isinstance(before, PlannerJob)
             loaders = (*coordinator.placement.loaders, new.source.loaders)
             more = before.joined_by(new.source, fingerprint)
@@ -429,7 +418,9 @@ class CoordinatorActor:
                     new,
                     h,
                     budget_bytes,
-                    lambda: coordinator.journal.write_added_source(new.event, coordinator.prepared),
+                    lambda: coordinator.gate.record_source(
+                        new.event, coordinator.prepared, event_id
+                    ),
                 )
             except JournalError:
                 coordinator.sources.abandon(h)
@@ -437,7 +428,7 @@ class CoordinatorActor:
             except BaseException:
                 coordinator.sources.refuse(before, h)
                 raise
-            self._confirm(new.event)
+            return self._events.put(EventApplied(number))
 
         return self._on_loop(act)
 
@@ -446,16 +437,9 @@ class CoordinatorActor:
         name = f"loader-worker/{h}"
         return self._starter.living(name) if self._takeover is None else self._takeover.claim(name)
 
-    def _confirm(self, event: Any) -> None:
-        self._applied.append(event)
-        self._events.put(EventApplied(event))
-
-    def applied_events(self) -> Future[list[Any]]:
-        """Return a future of the user's events: those in the journal, then those applied since.
-
-        They are listed whether they have taken effect or not.
-        """
-        return self._on_loop(lambda: list(self._applied))
+    def last_event(self) -> Future[int]:
+        """Return a future of the number of the last applied event of the session; 0: none."""
+        return self._on_loop(lambda: self._coordinator.gate.applied.last(SESSION))
 
     def watch(self) -> None:
         """Report planned and taken steps from now on, for clients in other processes."""

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from overlord.cluster.job_sources import PlannerJob
-from overlord.cluster.plan_router import ReportBarrier
 from overlord.concurrency.platform import Platform
-from overlord.messages.control import Report, StreamState
+from overlord.messages.control import StreamState
 from overlord.planning.registrations import Registrations
 from overlord.planning.schedule.by_stage import job_schedule
 from overlord.process.code import sendable
@@ -26,11 +25,9 @@ class Incarnation:
     """The position of a coordinator among those of its session.
 
     ``number`` counts the earlier coordinators. ``planned`` has the digests of steps that they
-    planned after the state at which this one starts. ``barrier`` holds acknowledgements until
-    earlier reports have arrived.
+    planned after the state at which this one starts.
     """
 
-    barrier: ReportBarrier
     number: int = 0
     planned: Mapping[int, str] = field(default_factory=dict)
 
@@ -55,8 +52,6 @@ class CoordinatorConfig:
     # the sources that each loader worker can open
     sources_of: tuple[tuple[int, tuple[int, ...]], ...] = ()
     attached: tuple[int, ...] = ()
-    # reports that the coordinator before it accepted; the last ones may not be in the journal
-    reports: tuple[Report, ...] = ()
     machine: Platform = field(default_factory=Platform, repr=False)
     launch: str = ""  # identifies the launch in the journal; set when the journal is opened
     # the journal has the start of this session; else it is empty or of an earlier session

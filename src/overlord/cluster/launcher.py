@@ -21,7 +21,7 @@ from overlord.cluster.supervisor import restart_limit_error
 from overlord.cluster.worker_factory import watch
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JournalError, JournalTaken, OverlordError
-from overlord.messages.control import Report, StreamState
+from overlord.messages.control import StreamState
 from overlord.messages.launcher import (
     CoordinatorFailed,
     JobFailed,
@@ -165,7 +165,6 @@ class Launcher:
         # last step that all ranks took: by coordinators and clients here, and by coordinators only
         self.acked = self._progress = -1
         self.watched = False
-        self.reports: dict[tuple[int, int], Report] = {}  # recently accepted, by step and rank
         self._session = generation
         self._incarnation = self._restarts = 0
         self._reason = ""
@@ -220,7 +219,6 @@ class Launcher:
                 attached=tuple(sorted(self.attached)),
                 opened=self._opened,
                 watched=self.watched,
-                reports=tuple(self.reports.values()),
                 machine=self._platform,
                 launch=self._launch,
             )
@@ -408,24 +406,16 @@ class Launcher:
 
     # calls
 
-    def ask(
-        self,
-        method: str,
-        *args: Any,
-        timeout_s: float | None = None,
-        done: Callable[[], bool] = lambda: False,
-    ) -> Any:
+    def ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Call the coordinator and return its answer; after a loss, call its successor.
 
-        ``done`` is called after a loss. If it returns True, the request was executed before the
-        loss, and the result is None. Raise ``DataStall`` after ``timeout_s`` seconds.
+        The lost coordinator may have executed the request: it must be idempotent, or carry an id.
+        Raise ``DataStall`` after ``timeout_s`` seconds.
         """
         timeout_s = self._ask_s if timeout_s is None else timeout_s
-        deadline, lost = self._platform.now() + timeout_s, False
+        deadline = self._platform.now() + timeout_s
         while True:
             coordinator = self._wait_for_coordinator(deadline, timeout_s)
-            if lost and done():
-                return None
             try:
                 return self.control.get(
                     self.control.call(coordinator, method, *args),
@@ -434,7 +424,6 @@ class Launcher:
             except ActorLost as fault:
                 if fault.name != COORDINATOR_NAME:
                     raise
-                lost = True
                 self._platform.sleep(0.005)  # until its death is reported
 
     def open_journal(self, anew: bool, floor: int, launch: str) -> None:

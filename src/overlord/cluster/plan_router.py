@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,6 @@ from overlord.cluster.placement import Placement
 from overlord.errors import NO_FUNCTION, PlanError
 from overlord.messages.control import (
     ConstructorPlan,
-    Consumed,
     EncodedState,
     EncoderPlan,
     LoaderPlan,
@@ -71,6 +70,11 @@ class PlanHistory:
         """Keep a report that arrived in time, for the next rollback."""
         self._log.report(report, self.acked + 1)
 
+    def reports(self) -> list[Report]:
+        """Return the reports that arrived in time, for states since the last rollback's state."""
+        before = {(r.step, r.rank): r for r in self._states[self.acked].reports}
+        return [*(before | {(r.step, r.rank): r for r in self._log.reports()}).values()]
+
     def taken(self, step: int) -> bool:
         """Record that all ranks took the steps up to this one; return whether ``acked`` grew."""
         step_acked = max((s for s in self._states if s <= step), default=self.acked)
@@ -90,61 +94,6 @@ class PlanHistory:
         """
         self._next = self.acked + 1
         return self._log.completed(self._states[self.acked], names, ahead=True)
-
-
-# ----------------------------------------------------------------------------
-# Report barrier: acknowledgements wait for earlier reports, if the mixture learns from reports.
-#
-# Reports arrive through the launching process, acknowledgements directly from constructor
-# workers. A step counts as acknowledged once all earlier reports have arrived. Otherwise a step
-# could be planned without a report that was sent in time.
-
-
-class ReportBarrier:
-    """Acknowledgements that wait until the launching process has forwarded earlier reports.
-
-    ``ask(mark)`` requests an answer that follows these reports; ``release(mark)`` receives it. Each
-    request has a new number, ``mark``. Each coordinator starts at another ``first``, so answers
-    to an earlier one are ignored. ``learns``: the mixture learns from reports. Runs on: event loop.
-    """
-
-    def __init__(
-        self, learns: bool = False, ask: Callable[[int], None] = lambda mark: None, first: int = 0
-    ):
-        self.learns, self._ask, self._mark = learns, ask, first
-        self._waiting: list[Consumed] = []
-        self._n_asked = 0  # number of acknowledgements that the pending request covers
-
-    def add(self, taken: Iterable[Consumed]) -> None:
-        """Hold acknowledgements without a request; the caller calls ``ask`` later."""
-        self._waiting += taken
-
-    def hold(self, taken: list[Consumed]) -> list[Consumed]:
-        """Hold acknowledgements and return none; return all if the mixture does not learn."""
-        if not self.learns:
-            return taken
-        if taken:
-            self._waiting += taken
-            self.ask()
-        return []
-
-    def ask(self) -> None:
-        """Request the answer that follows all earlier reports, if acknowledgements are held.
-
-        Do nothing while a request is pending.
-        """
-        if self._waiting and not self._n_asked:
-            self._n_asked, self._mark = len(self._waiting), self._mark + 1
-            self._ask(self._mark)
-
-    def release(self, mark: int) -> list[Consumed] | None:
-        """Return the acknowledgements of request ``mark``; None if that is not the pending one."""
-        if mark != self._mark or not self._n_asked:
-            return None
-        released, self._waiting = self._waiting[: self._n_asked], self._waiting[self._n_asked :]
-        self._n_asked = 0
-        self.ask()
-        return released
 
 
 # ----------------------------------------------------------------------------

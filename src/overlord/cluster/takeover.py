@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from overlord.cluster.coordinator import GENERATIONS_PER_COORDINATOR, Coordinator
+from overlord.cluster.coordinator import Coordinator
 from overlord.cluster.coordinator_config import CoordinatorConfig, Incarnation
-from overlord.cluster.plan_router import ReportBarrier
 from overlord.cluster.rebalance import FIRST_SCALED
 from overlord.cluster.worker_factory import RemoteWorkerFactory
 from overlord.cluster.worker_pool import START_S, WorkerHandle
@@ -21,13 +20,8 @@ from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, OverlordError
 from overlord.journal.replay import Recovered
-from overlord.messages.control import Attach, Consumed, Detach, DropLoader, StreamState
-from overlord.messages.launcher import (
-    ReportsRequested,
-    RetireWorker,
-    WaitingForWorkers,
-    WorkerGivenUp,
-)
+from overlord.messages.control import Attach, Detach, DropLoader, StreamState
+from overlord.messages.launcher import RetireWorker, WaitingForWorkers, WorkerGivenUp
 from overlord.planning.schedule.base import learns
 from overlord.planning.schedule.by_stage import job_schedule
 from overlord.rpc.actors import ActorHandle
@@ -54,23 +48,12 @@ def last_acked(found: Recovered, taken: Sequence[int | None]) -> int:
     return max(found.acked, min(known)) if known and len(known) == len(taken) else found.acked
 
 
-def barrier_of(config: CoordinatorConfig, send: Send) -> ReportBarrier:
-    """Return the report barrier of a coordinator."""
-    return ReportBarrier(
-        learns(job_schedule(config.prepared.job)),
-        lambda mark: send(ReportsRequested(mark)),
-        config.incarnation * GENERATIONS_PER_COORDINATOR,
-    )
-
-
 def first_coordinator(
     config: CoordinatorConfig,
     peers: RpcServer,
     event_loop: EventLoop,
     starter: RemoteWorkerFactory,
     platform: Platform | None = None,
-    *,
-    send: Send,
 ) -> Coordinator:
     """Return the first coordinator of a session, whose workers have started."""
     coordinator = Coordinator(
@@ -80,7 +63,7 @@ def first_coordinator(
         event_loop,
         platform or Platform(),
         starter,
-        Incarnation(barrier_of(config, send)),
+        Incarnation(),
     )
     return coordinator.start()
 
@@ -111,7 +94,6 @@ class Takeover:
         # the state after the last step that all ranks took, as it was planned
         self.acked_state: StreamState | None = None
         self.acked_by_rank: dict[int, int] = {}  # rank -> the last step it took, where known
-        self._barrier = barrier_of(config, send)
         self._handles = {name: starter.living(name) for name in config.living}
         self._ask_living()
         state, prepared = config.state, config.prepared
@@ -122,10 +104,10 @@ class Takeover:
                 for rank, step in zip(config.attached, taken, strict=True)
                 if step is not None and step >= 0
             }
-            last = last_acked(found, [] if self._barrier.learns else taken)
+            # Where the mixture learns, a step counts once the reports before it have arrived. The
+            # workers send both again after the rollback.
+            last = last_acked(found, [] if learns(job_schedule(config.prepared.job)) else taken)
             state, self.acked_state = found.state(last), found.bare(last)
-            if self._barrier.learns:
-                self._barrier.add(Consumed(rank, step) for rank, step in self.acked_by_rank.items())
             prepared = prepared.first(len(found.names), found.fingerprint).with_floor(
                 found.next_step
             )  # type: ignore[assignment]
@@ -137,7 +119,7 @@ class Takeover:
             event_loop,
             self._platform,
             starter,
-            Incarnation(self._barrier, config.incarnation, found.planned),
+            Incarnation(config.incarnation, found.planned),
         )
         with self.coordinator.closed_on_error():
             self._adopt_workers()
@@ -304,15 +286,11 @@ class Takeover:
         for rank in sorted(placement.bucket_of):
             message = Attach(rank) if rank in coordinator.attached else Detach(rank)
             pool.constructors[placement.constructor(rank)].out.append(message)
-        for report in self._config.reports:  # the journal may lack the last ones
-            if coordinator.planner.in_time(report):  # otherwise a written plan has used it
-                coordinator.event(report)
         coordinator.rollback(self._config.reason)
         for h, opened in self._open_loaders.items():  # loaders that moved, or former standbys
             follows = {k for k, w in coordinator.standby.worker_of.items() if w == h}
             unused = sorted(opened - {*placement.loaders_on(h)} - follows)
             pool.send(h, *map(DropLoader, unused))
         coordinator.rebalancer.retire_idle(h for h in pool.loaders if h >= FIRST_SCALED)
-        self._barrier.ask()
         coordinator.run()
         return coordinator

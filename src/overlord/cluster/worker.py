@@ -45,6 +45,7 @@ class WorkerConfig:
     # payload is sent in the smallest integer type; False for hooks, which get the source's type
     narrow: bool = True
     check: bool = False
+    feedback_lag: int = 8  # of the job: how long reports are kept
     failover: bool = False  # lost workers are restarted, and the others roll back
     # Number of the start: of two workers of one name the later one counts. Clocks of machines
     # differ, so starts are counted; 0: use the clock.

@@ -327,6 +327,7 @@ def settings_of(
         open_bytes=max(1, options.open_bytes // loader_placement.n_hosts),
         ring_bytes=ring_bytes(options),
         check=options.check,
+        feedback_lag=prepared.job.feedback_lag,
         one_worker=scales(prepared),
         build_ahead=options.build_ahead or BUILD_AHEAD,
         broadcast=options.broadcast,

@@ -207,7 +207,7 @@ class _Simulation:
             self._runtime.add_source(
                 made.new_source(event.at),
                 made.loaders_for(len(made.job.sources) - 1, Cursor()),
-                made.budget_bytes,
+                made,
             )
             return
         self._runtime.event(

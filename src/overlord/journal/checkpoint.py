@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from overlord.messages.control import Cursor, PlannedStep, Report, StreamState
+from overlord.messages.control import Cursor, EventId, PlannedStep, Report, StreamState
 from overlord.planning.mixture import Event, with_added_sources
 from overlord.planning.state_json import (
     event_in,
@@ -144,9 +144,13 @@ class Interval:
 # entries
 
 
-def snapshot(state: StreamState, acked: int) -> Entry:
-    """Return an entry with the whole state; its number is the next step of the state."""
-    return Entry(SNAPSHOT, state.step, {"acked": acked, **changes(None, state)})
+def snapshot(state: StreamState, acked: int, applied: Sequence[EventId] = ()) -> Entry:
+    """Return an entry with the whole state; its number is the next step of the state.
+
+    ``applied``: the last applied event of each origin. The entries of these events may be pruned.
+    """
+    ids = {"applied": [list(one) for one in applied]} if applied else {}
+    return Entry(SNAPSHOT, state.step, {"acked": acked, **ids, **changes(None, state)})
 
 
 def rewind(state: StreamState, floor: int = 0) -> Entry:
@@ -177,13 +181,20 @@ def plan(stage: PlannedStep, before: StreamState, acked: int) -> Entry:
     return Entry(PLAN, stage.plan.step, body)
 
 
-def event(applied: Event, step: int) -> Entry:
+def event(applied: Event, step: int, event_id: EventId) -> Entry:
     """Return the entry of an event; ``step`` is the first step without a plan at the time."""
-    return Entry(EVENT, step, event_out(applied))
+    return Entry(EVENT, step, event_out(applied) | {"id": list(event_id)})
 
 
-def report(received: Report) -> Entry:
-    return Entry(REPORT, received.step, {"rank": received.rank, "metrics": dict(received.metrics)})
+def report(received: Report, event_id: EventId) -> Entry:
+    body = {"rank": received.rank, "metrics": dict(received.metrics), "id": list(event_id)}
+    return Entry(REPORT, received.step, body)
+
+
+def ids_of(entry: Entry) -> list[EventId]:
+    """Return the applied events that an entry names; none in a journal of an older version."""
+    ids = [entry.body["id"]] if "id" in entry.body else entry.body.get("applied", [])
+    return [EventId(str(launch), str(origin), int(n)) for launch, origin, n in ids]
 
 
 def acked(step: int) -> Entry:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from overlord.errors import NO_FUNCTION, JournalError, PlanError
 from overlord.journal import checkpoint
+from overlord.journal.applied_ids import AppliedIds
 from overlord.journal.checkpoint import JOB, PLAN, REWIND, SNAPSHOT, Entry, Interval
 from overlord.journal.log import JournalLog, Where
 from overlord.journal.record import Record
@@ -27,6 +28,7 @@ from overlord.journal.timeouts import TIMEOUTS
 from overlord.journal.write_ahead import AppendThread, NullJournal
 from overlord.messages.control import (
     AddSource,
+    EventId,
     PlannedStep,
     Report,
     SetMixture,
@@ -52,6 +54,8 @@ class JobJournal(NullJournal):
     ``write_start`` or ``write_rewind`` is called before the first plan.
     """
 
+    applied: AppliedIds
+
     def __init__(
         self,
         storage: JournalStorage,
@@ -63,6 +67,7 @@ class JobJournal(NullJournal):
     ):
         """Initialize the journal; use ``fresh`` or ``resumed`` instead."""
         self.launch = launch or token_hex(8)
+        self.applied = AppliedIds(self.launch)
         self._storage, self._header, self._log, self._interval = (
             storage,
             Header(job=name, launch=self.launch),
@@ -142,6 +147,7 @@ class JobJournal(NullJournal):
         if found.empty:
             return
         self._last, self._acked, self._digests = found.front(), found.acked, dict(found.planned)
+        self.applied = AppliedIds(self.launch, found.applied.values())
         self._next = self._durable = self._last.step
         self._snapshots = deque(found.snapshots)
         for record in records:
@@ -206,29 +212,33 @@ class JobJournal(NullJournal):
             raise PlanError(what, stage.plan.step, NO_FUNCTION)
         return True
 
-    def write_event(self, event: Any) -> None:
+    def write_event(self, event: Any, event_id: EventId) -> None:
         """Write an event that the planner has accepted, and wait until it is durable.
 
         Messages that are not events of the stream are ignored.
         """
         if isinstance(event, (SetMixture, Skip, SourceLost)):
-            self._settle(self._append([*self._pending, checkpoint.event(event, self._next)]))
+            entry = checkpoint.event(event, self._next, event_id)
+            self._settle(self._append([*self._pending, entry]))
 
-    def write_added_source(self, event: AddSource, prepared: PreparedJob) -> None:
+    def write_added_source(
+        self, event: AddSource, prepared: PreparedJob, event_id: EventId
+    ) -> None:
         """Write that a source was added, and wait until it is durable.
 
         The source is recorded by name and fingerprint; its code is in the job.
         """
         self._job = _job_entry(prepared, self._next)
-        self._settle(self._append([*self._pending, self._job, checkpoint.event(event, self._next)]))
+        entry = checkpoint.event(event, self._next, event_id)
+        self._settle(self._append([*self._pending, self._job, entry]))
 
-    def write_report(self, report: Report) -> None:
+    def write_report(self, report: Report, event_id: EventId) -> None:
         """Record a report that arrived in time.
 
         It is written with the next append: the next plan is the first that depends on it.
         """
         if self._last is not None:
-            self._pending.append(checkpoint.report(report))
+            self._pending.append(checkpoint.report(report, event_id))
             self._last = checkpoint.with_report(self._last, report)
 
     def write_acked(self, step: int | None, last: bool) -> None:
@@ -255,6 +265,7 @@ class JobJournal(NullJournal):
         steps may have higher numbers. ``floor``: the first step that events may still change.
         """
         self._job, self._digests = _job_entry(prepared, state.step), {}
+        self.applied.clear()
         self._open_anew(checkpoint.rewind(state, floor), state)
 
     # writing
@@ -281,9 +292,8 @@ class JobJournal(NullJournal):
         assert self._job is not None
         rolls = self._storage.whole or self._segment_bytes >= SEGMENT_BYTES
         job = [Entry(JOB, self._next, self._job.body)] if rolls else []
-        self._append(
-            [*self._pending, *job, checkpoint.snapshot(self._last, self._acked)], rolls=rolls
-        )
+        entry = checkpoint.snapshot(self._last, self._acked, self.applied.ids())
+        self._append([*self._pending, *job, entry], rolls=rolls)
         self._snapshots.append(self._next)
         self._counts["snapshots"] += 1
 

@@ -23,10 +23,11 @@ from overlord.journal.checkpoint import (
     changed,
     changes,
     event_of,
+    ids_of,
     report_of,
     with_report,
 )
-from overlord.messages.control import StreamState
+from overlord.messages.control import EventId, StreamState
 from overlord.planning.mixture import Event, EventLog
 from overlord.planning.state_json import fingerprint_in
 
@@ -50,6 +51,8 @@ class Recovered:
     next_step: int = 0  # the first step that was never planned
     # Digests of the steps after the oldest state that is kept.
     planned: dict[int, str] = field(default_factory=dict)
+    # the last applied event of each launch and origin since the last rewind
+    applied: dict[tuple[str, str], EventId] = field(default_factory=dict)
     empty: bool = True
     checking: bool = False  # compare every snapshot with the state after the preceding plans
     # keep states before the last acknowledged step too, for readers of the journal
@@ -113,11 +116,15 @@ class Recovered:
         elif entry.kind in (EVENT, REPORT):
             _ = event_of(entry) if entry.kind == EVENT else report_of(entry)
             self._entries.append(entry)
+            self._add_ids(entry)
             self._front = self._front and _with(self._front, entry)
         elif entry.kind == ACKED:
             self.acked = max(self.acked, entry.number)
         elif entry.kind != BACK:
             raise ValueError(f"expected a known kind of record, got {entry.kind!r}")
+
+    def _add_ids(self, entry: Entry) -> None:
+        self.applied |= {(one.launch, one.origin): one for one in ids_of(entry)}
 
     def _add_snapshot(self, entry: Entry) -> None:
         state = changed(None, entry.body)
@@ -129,6 +136,7 @@ class Recovered:
                 max(state.step, int(entry.body.get("floor", 0))),
             )
             self.planned, self._states, self._entries, self.empty = {}, {}, [], False
+            self.applied = {}
         elif state.step != self._planned_to + 1:
             raise ValueError(
                 f"expected the state after step {self._planned_to}, got that of step "
@@ -139,6 +147,7 @@ class Recovered:
         self._front = state if self.checking else None
         self._states[state.step - 1] = state
         self._entries.append(entry)
+        self._add_ids(entry)
         self.acked = max(self.acked, int(entry.body["acked"]))
 
     def _add_plan(self, entry: Entry) -> None:

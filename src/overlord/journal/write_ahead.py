@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from overlord.concurrency.event_loop import CommandLoop
 from overlord.errors import JournalError, PlanError
+from overlord.journal.applied_ids import AppliedIds
 from overlord.journal.log import JournalLog
 from overlord.journal.record import Record
 from overlord.journal.timeouts import TIMEOUTS
@@ -20,6 +21,7 @@ from overlord.messages.control import (
     AddSource,
     DropHeldSamples,
     EndOfJob,
+    EventId,
     PlannedStep,
     Refill,
     Report,
@@ -276,6 +278,7 @@ class NullJournal:
 
     # shared by all writers of one launch: a writer continues only a journal of its own launch
     launch = ""
+    applied: AppliedIds | None = None  # the applied events; None: nothing is written
     failed: JournalError | None = None
     settling = False  # the event loop waits until an event is durable
     # called on the event loop when a record became durable, or an append failed
@@ -290,9 +293,11 @@ class NullJournal:
 
     def write_start(self, state: StreamState, prepared: PreparedJob) -> None: ...
     def write_plans(self, stages: Sequence[PlannedStep], taken: int | None) -> None: ...
-    def write_event(self, event: Any) -> None: ...
-    def write_added_source(self, event: AddSource, prepared: PreparedJob) -> None: ...
-    def write_report(self, report: Report) -> None: ...
+    def write_event(self, event: Any, event_id: EventId) -> None: ...
+    def write_added_source(
+        self, event: AddSource, prepared: PreparedJob, event_id: EventId
+    ) -> None: ...
+    def write_report(self, report: Report, event_id: EventId) -> None: ...
     def write_acked(self, step: int | None, last: bool) -> None: ...
     def write_rollback(self, step: int, generation: int, reason: str) -> None: ...
     def write_rewind(self, state: StreamState, prepared: PreparedJob, floor: int = 0) -> None: ...
@@ -367,6 +372,7 @@ class WriteAheadGate:
     def __init__(self, commands: CommandLoop, planner: Callable[[], Planner]):
         self._commands, self._planner = commands, planner
         self._journal: NullJournal = UNWRITTEN
+        self._applied = AppliedIds()  # without a journal
         self._held: deque[Any] = deque()  # planner commands that wait for a plan to be durable
 
     @property
@@ -379,24 +385,40 @@ class WriteAheadGate:
         if journal is not UNWRITTEN:
             journal.on_durable = self._release
 
-    def record(self, event: Any) -> list[Any]:
+    @property
+    def applied(self) -> AppliedIds:
+        """The events that were applied, by this process or by earlier ones of the launch."""
+        return self._applied if self._journal.applied is None else self._journal.applied
+
+    def record(self, event: Any, number: int | None = None) -> list[Any]:
         """Apply an event to the planner, journal it, and return the planner's commands.
 
-        A change of the stream is durable on return. A report is written with the next plan. If the
-        event cannot be written, end the job and raise ``JournalError``.
+        An event that was applied already is ignored: ``number`` identifies it among those of its
+        origin. A change of the stream is durable on return. A report is written with the next plan.
+        If the event cannot be written, end the job and raise ``JournalError``.
         """
-        planner = self._planner()
+        planner, event_id = self._planner(), self.applied.id_of(event, number)
+        if event_id is None:
+            return [*planner.handle(event)]
+        if not self.applied.is_new(event_id):
+            return []
         in_time = isinstance(event, Report) and planner.in_time(event)
         commands = planner.handle(event)
+        self.applied.add(event_id)
         if in_time:
-            self._journal.write_report(event)
+            self._journal.write_report(event, event_id)
         try:
-            self._journal.write_event(event)
+            self._journal.write_event(event, event_id)
         except JournalError as error:
             planner = self._planner()
             self._commands.run(planner.handle(EndOfJob(planner.next_step, error)))
             raise
         return [*commands]
+
+    def record_source(self, event: AddSource, prepared: PreparedJob, event_id: EventId) -> None:
+        """Journal that a source was added to the planner: it is durable on return."""
+        self.applied.add(event_id)
+        self._journal.write_added_source(event, prepared, event_id)
 
     def admit(self, command: Any) -> Any | None:
         """Return the command to execute now, or None if it is held or refused."""

@@ -5,6 +5,7 @@ Clients, session and coordinator to the planner:
     Attach, Detach      client -> planner                   a rank takes part, or no longer
     Consumed            client -> planner, constructors     a step was given to the trainer
     Report              client -> planner                   metrics of a step, for the mixture
+    SentReport          client -> coordinator               a Report with its number
     SetMixture, Skip    session -> planner                  events of the user
     AddSource           session -> planner                  event: a source is added
     SourceLost          planner -> session -> planner       event: a source is lost
@@ -29,12 +30,12 @@ The coordinator to workers, and workers to the coordinator:
     DropLoader          coordinator -> loader worker        close a loader
     ConnectConstructor  coordinator -> loader worker        address of a constructor worker
     SetBufferBudget     coordinator -> loader worker        bytes that each loader may buffer
-    StepsAcked          constructor worker -> coordinator   the last steps that ranks took
+    StepsAcked          constructor worker -> coordinator   the last steps that ranks took, reports
     ConnectionLost      loader worker -> coordinator        a constructor worker is unreachable
 
-Values inside messages: ``Cursor``, ``LoaderStart``, ``EncoderPlan``, ``StreamState`` and
-``EncodedState``. ``messages/data.py`` has the messages of loaders, constructors and clients on the
-data path. ``messages/launcher.py`` has those between coordinator, launcher and session.
+Values inside messages: ``EventId``, ``Cursor``, ``LoaderStart``, ``EncoderPlan``, ``StreamState``
+and ``EncodedState``. ``messages/data.py`` has the messages of loaders, constructors and clients on
+the data path. ``messages/launcher.py`` has those between coordinator, launcher and session.
 """
 
 from __future__ import annotations
@@ -131,6 +132,29 @@ class Report:
     step: int
     rank: int
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class SentReport:
+    """A report on its way from a client to the planner, which may receive it more than once.
+
+    ``number`` identifies it among the reports of its rank, and rises.
+    """
+
+    number: int
+    report: Report
+    in_time: bool  # no plan that uses it can exist yet, however far planning is
+
+
+class EventId(NamedTuple):
+    """The identity of an event or a report: the same whenever it is sent again.
+
+    The events of one origin are sent in the order of their numbers.
+    """
+
+    launch: str  # as the journal identifies it; empty without a journal
+    origin: str  # "session", "planner", or "rank 3" for its reports
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,10 +460,16 @@ class SetBufferBudget:
 
 @dataclass(frozen=True, slots=True)
 class StepsAcked:
-    """The last steps that ranks of a constructor worker took: ``steps[i]`` of ``ranks[i]``."""
+    """The last steps that ranks of a constructor worker took: ``steps[i]`` of ``ranks[i]``.
+
+    ``reports``: the reports that these ranks sent before; they are applied before the steps count.
+    ``generation``: of the last rollback that the worker received. Then it sent all of this again.
+    """
 
     ranks: list[int]
     steps: list[int]
+    reports: list[SentReport] = field(default_factory=list)
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

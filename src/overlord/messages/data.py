@@ -15,7 +15,14 @@ import numpy as np
 
 from overlord.errors import JobError
 from overlord.mesh import Mesh
-from overlord.messages.control import Cursor, EncodedState, PlannedStep, Report, StreamState
+from overlord.messages.control import (
+    Cursor,
+    EncodedState,
+    PlannedStep,
+    Report,
+    SentReport,
+    StreamState,
+)
 from overlord.plan.plan import LoadingPlan
 from overlord.sample import Column, Ragged, SampleId
 
@@ -25,7 +32,7 @@ from overlord.sample import Column, Ragged, SampleId
 #     StepMessage   constructor -> client   one step of a rank: its arrays and a StepInfo
 #     StepInfo      constructor -> client   ids of the samples, digest, state after the step
 #     EndOfStream   constructor -> client   no later step follows, with an error or without
-#     StepAck       client -> constructor   a step was given to the trainer
+#     StepAck       client -> constructor   a step was given to the trainer; its reports
 #
 # ``CompactLayout`` describes arrays that a StepMessage carries in compact form.
 
@@ -177,12 +184,17 @@ class EndOfStream:
 
 @dataclass(frozen=True, slots=True)
 class StepAck:
-    """The trainer has received this step and all steps before it."""
+    """The trainer has received this step and all steps before it.
+
+    Reports travel with it: without a new step the last acknowledgement is repeated. They are kept
+    and sent again after a lost connection, until plans can no longer need them.
+    """
 
     step: int
     waited_s: float = 0.0  # total seconds that the trainer has waited for steps
     # generation of the session, if one connection carries steps of several
     generation: int | None = None
+    reports: tuple[SentReport, ...] = ()
 
 
 # ----------------------------------------------------------------------------
@@ -441,6 +453,16 @@ class Pop:
 
 # ----------------------------------------------------------------------------
 # Check of the metrics that a trainer reports, before a client sends them to the planner.
+
+
+def surely_in_time(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
+    """Return whether the plan that uses a report cannot exist yet, however far planning is.
+
+    ``next_step``: the first step that the reporting rank has not taken. Planning is at most
+    ``prefetch`` steps ahead of that rank.
+    """
+    return report.step + lag >= next_step + prefetch
+
 
 MAX_METRICS = 4096  # limit of one report: losses and tokens of two thousand sources
 MAX_NAME = 200  # characters of a metric name

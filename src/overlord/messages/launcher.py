@@ -133,23 +133,13 @@ class RowsQuarantined:
 
 @dataclass(frozen=True, slots=True)
 class EventApplied:
-    """An event of the user has taken effect and is durable."""
+    """The event of the session with this number has taken effect and is durable.
 
-    event: Any
+    A coordinator that takes over sends the last one in the journal: its predecessor may not have
+    confirmed it.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class EventsFound:
-    """A coordinator that takes over found these events in the journal; some may be unconfirmed."""
-
-    events: list[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ReportsRequested:
-    """The session must confirm by ``all_reported(mark)`` that all reports up to now were sent."""
-
-    mark: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +173,6 @@ SessionEvent = (
     | RowsQuarantined
     | SourceLost
     | EventApplied
-    | EventsFound
-    | ReportsRequested
     | WorkerRecovered
     | JobFinished
     | JobFailed

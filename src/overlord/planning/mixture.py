@@ -35,15 +35,6 @@ from overlord.planning.schedule.base import follows_from_step, has_state
 COUNTS = ("received", "used", "late")
 
 
-def surely_in_time(report: Report, next_step: int, lag: int, prefetch: int) -> bool:
-    """Return whether the plan that uses a report cannot exist yet, however far planning is.
-
-    ``next_step``: the first step that the reporting rank has not taken. Planning is at most
-    ``prefetch`` steps ahead of that rank.
-    """
-    return report.step + lag >= next_step + prefetch
-
-
 def reduce_reports(reports: Iterable[Report]) -> dict[str, float]:
     """Return one value for each metric of a step: the mean over the ranks that reported it.
 
@@ -286,7 +277,6 @@ class EventLog:
         self._lag = lag
         self._events: tuple[Event, ...] = ()
         self._reports: dict[tuple[int, int], Report] = {}
-        self._unheard: dict[tuple[int, int], Report] = {}
         self._many = 64  # number of reports at which old ones are dropped
 
     def add(self, event: Event, first: Callable[[], int]) -> None:
@@ -313,26 +303,23 @@ class EventLog:
             }
             self._many = 64 + 2 * len(self._reports)
 
-    def expect(self, report: Report) -> None:
-        """Add a report on its way to the planner that is in time whenever it arrives.
-
-        A state saved before it arrives must contain it, since trainers do not repeat it.
-        """
-        self._unheard[report.step, report.rank] = report
-
-    def received(self, report: Report) -> None:
-        """Remove an expected report: the planner has received it."""
-        # if it is another object, the rank has sent a newer report
-        if self._unheard.get((report.step, report.rank)) is report:
-            del self._unheard[report.step, report.rank]
+    def reports(self) -> list[Report]:
+        """Return the kept reports, by step and rank."""
+        return [self._reports[key] for key in sorted(self._reports)]
 
     def completed(
-        self, state: StreamState, names: Sequence[str], *, ahead: bool = False
+        self,
+        state: StreamState,
+        names: Sequence[str],
+        *,
+        reports: Iterable[Report] = (),
+        ahead: bool = False,
     ) -> StreamState:
         """Return a state with the events and reports that were added since its step was planned.
 
-        ``names`` are the sources of the state. ``ahead``: include reports of later steps, for
-        trainers that keep their position and do not repeat them.
+        ``names`` are the sources of the state. ``reports``: more reports; of one rank and step the
+        last counts. ``ahead``: include reports of later steps, for trainers that keep their
+        position and do not repeat them.
         """
         late, held = list[Event](), list(state.events)
         # equal events may occur twice; a state from another process has copies
@@ -341,25 +328,21 @@ class EventLog:
                 held.remove(e)
             elif last_step(e) >= state.step:
                 late.append(e)
-        # copied before the received reports are read: a report that moves meanwhile is then in one
-        # of them
-        unheard = dict(self._unheard)
-        every = {**self._reports, **unheard}
+        every = self._reports | {(r.step, r.rank): r for r in reports}
         since = {
             key: r
             for key, r in every.items()
             if state.step - self._lag <= r.step and (ahead or r.step < state.step)
         }
-        reports: Iterable[Report] = state.reports
-        if since:
-            known: Mapping[tuple[int, int], Report] = {
-                (r.step, r.rank): r for r in state.reports
-            } | since
-            reports = (known[key] for key in sorted(known))
+        known = {(r.step, r.rank): r for r in state.reports} | since
         events = in_order(
             (*state.events, *(e for e in late if not isinstance(e, AddSource) or e.name in names))
         )
-        return replace(with_added_sources(state, len(names)), events=events, reports=tuple(reports))
+        return replace(
+            with_added_sources(state, len(names)),
+            events=events,
+            reports=tuple(known[key] for key in sorted(known)),
+        )
 
 
 # ----------------------------------------------------------------------------

@@ -7,6 +7,7 @@ requests. One more thread answers why a client waits, even while all others are 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import secrets
 import threading
@@ -18,6 +19,7 @@ from overlord.client.client import State, StepQueue
 from overlord.concurrency.event_loop import ThreadQueue
 from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, OverlordError
+from overlord.messages.control import Report, SentReport
 from overlord.messages.data import StepInfo
 from overlord.serving.session_api import SessionApi, call
 from overlord.serving.step_publisher import StepPublisher
@@ -50,6 +52,7 @@ class ControlServer:
         # connections of ranks that take no steps here: another rank fetches their steps
         self._broadcast: set[ServerConnection] = set()
         self._lock = threading.Lock()
+        self._n_clients = itertools.count(1)
         self._threads, self._why_thread = ThreadQueue(N_THREADS, "control"), ThreadQueue(1, "why")
         self._server = Server(
             token=token,
@@ -79,7 +82,7 @@ class ControlServer:
             with self._lock:
                 self._ranks[link] = rank
                 self._broadcast.add(link)
-            return {"session": self.session_id}
+            return self._welcome()
         self._api.admit(rank)
         with self._lock:
             former = [
@@ -98,7 +101,15 @@ class ControlServer:
             log.warning("control connection replaced: %s", words)
             _close_with(other, OverlordError(words))
         self._api.connected(rank, link.peer)
-        return {"session": self.session_id}
+        return self._welcome()
+
+    def _welcome(self) -> dict[str, Any]:
+        """Return the session, its use of reports, and a number of this connection.
+
+        The number distinguishes the clients that a rank has one after the other.
+        """
+        settings = self._api.report_settings
+        return {"session": self.session_id, "client": next(self._n_clients), **settings}
 
     def _message(self, link: ServerConnection, value: Any) -> None:
         rank = self._ranks.get(link)
@@ -231,6 +242,13 @@ class WorkerServedQueue:
 
     def ack(self, step: int) -> None:
         """Do nothing: the client sends its acks to the constructor worker."""
+
+    def report(self, report: Report, in_time: bool) -> None:
+        """Do nothing: the client sends its reports to the constructor worker."""
+
+    def reports(self) -> tuple[SentReport, ...]:
+        """Return nothing: the constructor worker has the reports that arrived."""
+        return ()
 
     def __len__(self) -> int:
         return 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from overlord.client.client import State
 from overlord.errors import OverlordError
+from overlord.messages.control import SentReport
 from overlord.serving.step_publisher import MOVED, PublishedQueue, encoded
 
 # requests of ranks whose steps another rank fetches
@@ -21,6 +22,10 @@ class SessionApi(Protocol):
 
     @property
     def generation(self) -> int: ...
+
+    @property
+    def report_settings(self) -> dict[str, Any]:
+        """The values ``feedback_lag``, ``learns`` and ``uses_reports`` of the job."""
 
     def admit(self, rank: int) -> None:
         """Raise if the rank cannot be served. Runs on: server thread, so it must not block."""
@@ -46,7 +51,10 @@ class SessionApi(Protocol):
     def why(self, rank: int) -> str:
         """Describe what the rank waits for."""
 
-    def export(self, rank: int, generation: Any, state: State) -> dict[str, Any]: ...
+    def export(
+        self, rank: int, generation: Any, state: State, reports: Sequence[SentReport]
+    ) -> dict[str, Any]:
+        """Return a state as plain values. ``reports``: those that the client keeps."""
 
     def rewind(
         self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...], took: tuple[int, int]
@@ -54,17 +62,21 @@ class SessionApi(Protocol):
         """Rewind the rank, and return its new position."""
 
     def report(
-        self, rank: int, generation: Any, step: Any, metrics: Any, next_step: int
-    ) -> None: ...
+        self, rank: int, reports: Sequence[SentReport], queue: PublishedQueue | None = None
+    ) -> None:
+        """Receive reports, each maybe again. ``queue``: as in ``acked``; None: of a rank without.
+
+        Ranks whose steps another rank fetches have no queue.
+        """
 
     def refused(self) -> None:
         """Count a report that the client itself refused."""
 
-    def crashed(self, rank: int, took: tuple[int, int]) -> None:
-        """Record the last step of a client that failed; it may reconnect."""
+    def crashed(self, rank: int, took: tuple[int, int], reports: Sequence[SentReport]) -> None:
+        """Record the last step and the reports of a client that failed; it may reconnect."""
 
-    def detach(self, rank: int, took: tuple[int, int]) -> None:
-        """Close the rank: no further step is kept for it."""
+    def detach(self, rank: int, took: tuple[int, int], reports: Sequence[SentReport]) -> None:
+        """Close the rank: no further step is kept for it. ``reports``: those that it kept."""
 
 
 def call(api: SessionApi, rank: int, request: Mapping[str, Any], *, broadcast: bool = False) -> Any:
@@ -77,20 +89,17 @@ def call(api: SessionApi, rank: int, request: Mapping[str, Any], *, broadcast: b
         "start": lambda: api.start(rank),
         "where": lambda: api.where(rank, request.get("generation")),
         "why": lambda: api.why(rank),
-        "export": lambda: api.export(rank, request.get("generation"), request["state"]),
-        "rewind": lambda: api.rewind(rank, request["state"], request["allow"], request["took"]),
-        "report": lambda: api.report(
-            rank,
-            request.get("generation"),
-            request["step"],
-            request["metrics"],
-            request["next_step"],
+        "export": lambda: api.export(
+            rank, request.get("generation"), request["state"], request.get("reports", ())
         ),
+        "rewind": lambda: api.rewind(rank, request["state"], request["allow"], request["took"]),
+        "report": lambda: api.report(rank, request["reports"]),
         "refused": api.refused,
-        "detach": lambda: api.detach(rank, request["took"]),
-        "crashed": lambda: api.crashed(rank, request["took"]),
+        "detach": lambda: api.detach(rank, request["took"], request.get("reports", ())),
+        "crashed": lambda: api.crashed(rank, request["took"], request.get("reports", ())),
     }
-    known = [name for name in calls if not broadcast or name in BROADCAST_CALLS]
+    # other ranks send reports with their acknowledgements
+    known = [*BROADCAST_CALLS] if broadcast else [name for name in calls if name != "report"]
     if (name := request["ask"]) not in known:
         raise OverlordError(
             f"rank {rank}: expected a request of {', '.join(known)}, got {name!r:.60}; run the "

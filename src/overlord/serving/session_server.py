@@ -64,7 +64,14 @@ class SessionServer:
         self.ranks = frozenset(ranks)
         self.host = host
         self._pool = SharedMemoryPool(name=name) if publishes else None
-        self.publisher = StepPublisher(on_taken=api.acked) if publishes else None
+        self.publisher = (
+            StepPublisher(
+                on_taken=api.acked,
+                on_reports=lambda queue, sent: api.report(queue.rank, sent, queue),
+            )
+            if publishes
+            else None
+        )
         if self.publisher is not None:
             self.publisher.on_ack = lambda queue, step: api.acked(queue.rank, step, queue)
         self._control = ControlServer(

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from overlord.client.client import State
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.service import RankQueue
 from overlord.errors import ActorLost, DataStall, FrameError, OverlordError
-from overlord.messages.control import EncodedState
+from overlord.messages.control import EncodedState, Report, SentReport
 from overlord.messages.data import EndOfStream, StepAck, StepInfo, StepMessage
 from overlord.transport.codec import encode_state
 from overlord.transport.connection import Connection
@@ -200,17 +200,17 @@ class PublishedQueue:
         if self._ended is not None:
             self._send(self._ended)
 
-    def handle_ack(
-        self, link: Connection, step: int, waited_s: float, generation: int | None = None
-    ) -> int | None:
+    def accepts(self, link: Connection, generation: int | None) -> bool:
+        """Return whether an ack is of the current connection and generation."""
+        return generation in (None, self.generation) and link is self._link
+
+    def handle_ack(self, step: int, waited_s: float) -> int | None:
         """Free the steps up to an acked one; return the acked step, or None if the ack is ignored.
 
-        An ack is ignored if it is not new, of another generation or connection, or of a step that
-        was never sent. If the client received that step from an earlier process, the ack counts up
-        to the last step built here. The caller holds the lock.
+        An ack is ignored if it is not new, or of a step that was never sent. If the client received
+        that step from an earlier process, the ack counts up to the last step built here. The caller
+        holds the lock.
         """
-        if generation not in (None, self.generation) or link is not self._link:
-            return None
         if self._put < step < self._next:
             self._claimed, step = max(step, self._claimed), self._put
         if not self._taken < step <= self._put:
@@ -249,6 +249,13 @@ class PublishedQueue:
 
     def ack(self, step: int) -> None:
         """Do nothing: the client sends its acks over its connection."""
+
+    def report(self, report: Report, in_time: bool) -> None:
+        """Do nothing: the client sends its reports over its connection."""
+
+    def reports(self) -> tuple[SentReport, ...]:
+        """Return nothing: the runtime has the reports that arrived."""
+        return ()
 
     @property
     def taken(self) -> int:
@@ -291,11 +298,12 @@ class StepPublisher:
         self,
         *,
         on_taken: Callable[[int, int], None],
+        on_reports: Callable[[PublishedQueue, Sequence[SentReport]], None],
         welcome: Callable[[int], dict[str, Any]] = lambda rank: {},
     ):
         # held briefly: ``put`` runs on the event loop, callbacks on the server thread
         self.lock = threading.RLock()
-        self._on_taken, self._welcome = on_taken, welcome
+        self._on_taken, self._on_reports, self._welcome = on_taken, on_reports, welcome
         # called instead of ``on_taken``, if a session has queues of several generations
         self.on_ack: Callable[[PublishedQueue, int], None] | None = None
         self._queues: dict[int, PublishedQueue] = {}
@@ -429,12 +437,13 @@ class StepPublisher:
             )
         with self.lock:
             queue = self._of_link.get(link)
-            step = (
-                None
-                if queue is None
-                else queue.handle_ack(link, value.step, value.waited_s, value.generation)
-            )
-        if step is not None and queue is not None:  # outside the lock: callbacks take other locks
+            if queue is None or not queue.accepts(link, value.generation):
+                return
+            step = queue.handle_ack(value.step, value.waited_s)
+        # outside the lock: callbacks take other locks
+        if value.reports:  # sent before the step was taken
+            self._on_reports(queue, value.reports)
+        if step is not None:
             self.acked(queue, step)
 
     def acked(self, queue: PublishedQueue, step: int) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from overlord.client.remote_queue import LaunchedStepQueue, RemoteStepQueue
+from overlord.client.sent_reports import KnownReports, ReportSender
 from overlord.cluster.coordinator_actor import Counted
 from overlord.cluster.launched_workers import START_S
 from overlord.cluster.launcher import COORDINATOR_NAME, Launcher
@@ -23,13 +25,11 @@ from overlord.cluster.status import recovery_rows
 from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.journal.write_ahead import UNWRITTEN, JournalStart
-from overlord.messages.control import EndOfJob, PlannedStep, Report, SourceLost, StreamState
+from overlord.messages.control import EndOfJob, PlannedStep, SentReport, SourceLost, StreamState
 from overlord.messages.launcher import (
     EventApplied,
-    EventsFound,
     JobFailed,
     JobFinished,
-    ReportsRequested,
     RowsQuarantined,
     SessionEvent,
     StepAcked,
@@ -39,13 +39,12 @@ from overlord.messages.launcher import (
 from overlord.planning.spec import NewSource, Quarantined
 from overlord.rpc.actors import ActorSystem
 from overlord.sample import Buffer
-from overlord.session.events import EventOutbox
+from overlord.session.events import UnansweredEvents
 from overlord.setup.prepared_job import PreparedJob
 
 log = logging.getLogger("overlord")
 
-# seconds for the answer to a report: no caller waits, and later calls need the coordinator too
-REPORT_S = 600.0
+REPORTS_S = 5.0  # seconds for the coordinator to return its reports, for a state
 REASON_S = 0.8  # seconds for the reason of a wait: a client waits one second for it
 ADDRESS_S = 0.8  # seconds for a constructor's address: a client waits one, and asks again
 TAKEN_S = 2.0  # seconds for a constructor worker to return the last step of a rank
@@ -162,7 +161,7 @@ class ClusterRuntime:
         self.on_stage: list[Callable[[Any], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_late: list[Callable[[Any], None]] = []
-        self._outbox = EventOutbox()
+        self._unanswered = UnansweredEvents()
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         self._launcher = launcher
         launcher.on_event = self._received
@@ -223,12 +222,8 @@ class ClusterRuntime:
             case SourceLost():
                 for watcher in self.on_lost:
                     watcher(event)
-            case EventApplied(event=applied):
-                self._outbox.confirmed(applied)
-            case EventsFound(events=events):
-                self._outbox.found(events)
-            case ReportsRequested(mark=mark):
-                self._loop.post(lambda: self._all_reported(mark))
+            case EventApplied(number=number):
+                self._unanswered.confirmed(number)
             case WorkerRecovered():
                 self.recoveries.append(event)
             case JobFinished(end=None) if self._launcher.is_over:
@@ -310,6 +305,7 @@ class ClusterRuntime:
             next_step=next_step,
             generation=self._number,
             prefetch=prefetch,
+            sender=ReportSender(self._launcher.prepared.job.feedback_lag),
             siblings=self._queues,
         )
 
@@ -405,72 +401,69 @@ class ClusterRuntime:
 
     # events
 
-    def event(self, event: Any) -> None:
-        """Apply an event; except a report, it is durable in the coordinator's journal on return."""
-        if isinstance(event, Report):
-            self.report(event)
-        else:
-            self._outbox.send(event, lambda: self._send(event), lambda: self._applied_late(event))
+    def event(self, event: Any, number: int | None = None) -> None:
+        """Apply an event once; it is durable in the coordinator's journal on return.
+
+        The event is sent again, with its number, to a coordinator that replaces a lost one.
+        """
+        assert number is not None, f"expected the number of {event!r:.80}, got None"
+        self._unanswered.send(
+            number,
+            lambda: self._launcher.ask("event", number, event),
+            lambda: self._applied_late(event),
+        )
 
     def settle(self) -> None:
         """Determine which events that timed out were applied, before the next event is sent.
 
         The coordinator executes requests in order, so the others will not be applied later.
         """
-        if self._outbox.unsettled:
-            self._outbox.settle(self._launcher.ask("applied_events"))
+        if self._unanswered.unsettled:
+            self._unanswered.settle(self._launcher.ask("last_event"))
 
     def _applied_late(self, event: Any) -> None:
         for watcher in self.on_late:
             watcher(event)
 
-    def _send(self, event: Any) -> None:
-        self._launcher.ask(
-            "event", event, done=lambda: event in self._launcher.ask("applied_events")
-        )
-
-    def report(self, report: Report) -> bool | None:
-        """Send a report; return whether a later plan uses it, or None if that is unknown.
-
-        It is unknown if the coordinator is lost for good or does not answer within REPORT_S, and
-        after the session is closed or rewound. The report is kept before it is sent, for a
-        coordinator that is restarted before it answers.
-        """
-        key, before = (report.step, report.rank), self._launcher.reports
-        self._keep(report)
+    def report(self, sent: Sequence[SentReport]) -> None:
+        """Send reports of ranks without a step queue, or of closed queues, to the coordinator."""
         try:
-            used = bool(self._launcher.ask("report", report, timeout_s=REPORT_S))
-            if not used:
-                others = {k: kept for k, kept in self._launcher.reports.items() if k != key}
-                self._launcher.reports = others | ({key: before[key]} if key in before else {})
-            return used
-        except OverlordError as fault:
-            if not self._closed and not isinstance(fault, (ActorLost, DataStall)):
-                raise
+            self._launcher.ask("report", list(sent))
+        except (ActorLost, DataStall) as fault:
             if not self._closed:  # otherwise the session was rewound or closed
                 log.warning(
-                    "report of rank %d on step %d not confirmed by the coordinator: %s",
-                    report.rank,
-                    report.step,
+                    "reports of rank %d not confirmed by the coordinator: %s",
+                    sent[0].report.rank,
                     fault,
                 )
-            return None
+        except OverlordError:
+            if not self._closed:
+                raise
 
-    def _all_reported(self, mark: int) -> None:
-        """Confirm that all reports before ``mark`` were sent. Runs on: event loop."""
-        with contextlib.suppress(OverlordError):  # the session was rewound or closed
-            self._launcher.ask("all_reported", mark)
+    def reports(self) -> KnownReports:
+        """Return the reports that the coordinator has, and those on their way to it.
 
-    def _keep(self, report: Report) -> None:
-        """Keep a report for a restarted coordinator: an accepted report may not be durable yet."""
-        job, prefetch = self._launcher.prepared.job, self._launcher.prepared.options.prefetch
-        oldest = report.step - job.feedback_lag - prefetch
-        kept = (
-            {key: r for key, r in self._launcher.reports.items() if r.step >= oldest}
-            if self._launcher.reports
-            else {}
-        )
-        self._launcher.reports = kept | {(report.step, report.rank): report}
+        Constructor workers keep the reports of their clients, so a lost coordinator loses none.
+        """
+        on_their_way, known = self._kept_by_workers(), KnownReports()
+        with contextlib.suppress(ActorLost, DataStall):
+            known = KnownReports(*self._launcher.ask("reports", timeout_s=REPORTS_S))
+        return known.with_pending(on_their_way)
+
+    def _kept_by_workers(self) -> list[SentReport]:
+        """Return the reports that constructor workers keep, and that have arrived there."""
+        control = self._launcher.control
+        workers = [
+            h
+            for name, h in list(self._launcher.workers.handles.items())
+            if name.startswith("constructor-worker/") and h.alive
+        ]
+        calls, deadline = [control.call(h, "reports") for h in workers], time.monotonic() + TAKEN_S
+        found: list[SentReport] = []
+        for call in calls:
+            with contextlib.suppress(ActorLost, DataStall):  # its clients keep them too
+                found += control.get(call, max(0.0, deadline - time.monotonic()))
+        return found
 
     def prepare_source(self, prepared: PreparedJob) -> int:
         """Start a loader worker for an added source, wait for it, and return its number."""
@@ -494,9 +487,12 @@ class ClusterRuntime:
         self,
         new: NewSource,
         prepared: int,
-        budget_bytes: int,
+        more: PreparedJob,
         joined: Callable[[], None] = lambda: None,
+        *,
+        number: int | None = None,
     ) -> None:
+        assert number is not None, f"expected the number of {new.event!r:.80}, got None"
         launcher, workers = self._launcher, self._launcher.workers
         worker, n = workers.handles[f"loader-worker/{prepared}"], new.source.loaders
         if not worker.alive:
@@ -506,19 +502,19 @@ class ClusterRuntime:
             fingerprint = dict(launcher.prepared.fingerprint)
             launcher.ask(
                 "add_source",
+                number,
                 new,
                 prepared,
                 fingerprint,
-                budget_bytes,
+                more.budget_bytes,
                 workers.linked[prepared],
-                done=lambda: new.event in launcher.ask("applied_events"),
             )
 
         def note_joined() -> None:
             workers.joined(prepared, n)
             joined()
 
-        self._outbox.send(new.event, ask, note_joined)
+        self._unanswered.send(number, ask, note_joined)
         note_joined()
 
     def move(self, source: int, hosts: Sequence[str]) -> None:

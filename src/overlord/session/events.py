@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import operator
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from overlord.client.client import StepQueue
+from overlord.client.sent_reports import REPORTS_UNUSED, warn_of_lost_values
 from overlord.concurrency.event_loop import EventLoop
-from overlord.errors import DataStall, JobError, JournalError, OverlordError, PlanError
+from overlord.errors import DataStall, JobError, OverlordError, PlanError
 from overlord.job.job import Source
-from overlord.messages.control import EndOfJob, Report, SetMixture, Skip, SourceLost
-from overlord.messages.data import checked_report
-from overlord.planning.mixture import Event, EventLog, surely_in_time, with_every_weight
+from overlord.messages.control import Report, SetMixture, Skip, SourceLost
+from overlord.messages.data import checked_report, surely_in_time
+from overlord.planning.mixture import Event, with_every_weight
 from overlord.planning.schedule import as_float
 from overlord.session.generation import Generation
 from overlord.session.runtime import Runtime
@@ -27,35 +26,23 @@ from overlord.setup.prepared_job import PreparedJob
 log = logging.getLogger("overlord")
 
 # ----------------------------------------------------------------------------
-# Outbox of events for a coordinator in another process.
+# Events that were sent to a coordinator in another process.
 #
 # The coordinator may apply an event after the deadline of its answer: then it takes effect.
 
-KEPT = 64  # applied events that are remembered, to recognize equal events that were sent twice
 MAY_APPLY_LATER = (
     "the coordinator may still apply the event: then it takes effect, and states that are saved "
     "later contain it"
 )
 
 
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """An event whose answer has not arrived."""
-
-    event: Any
-    late: Callable[[], None]  # called if the event is applied after ``given_up``
-    taken: bool = False  # the event was applied
-    given_up: bool = False  # the answer did not arrive in time
-
-
-class EventOutbox:
-    """The sent events that the coordinator has not applied yet. Runs on: any thread."""
+class UnansweredEvents:
+    """The sent events, by number, that the coordinator has not confirmed. Runs on: any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: list[_Pending] = []
-        self._taken: deque[Any] = deque(maxlen=KEPT)
-        self._unconfirmed: deque[Any] = deque(maxlen=KEPT)  # answered and not yet confirmed
+        # what to call if the event is applied after its deadline; None: the sender waits
+        self._open: dict[int, Callable[[], None] | None] = {}
 
     @property
     def unsettled(self) -> bool:
@@ -64,81 +51,51 @@ class EventOutbox:
         Until that is known, no other event is sent: of two changes for one step the last one
         counts, and sources are numbered.
         """
-        return any(pending.given_up for pending in list(self._open))
+        with self._lock:
+            return any(late is not None for late in self._open.values())
 
-    def send(self, event: Any, ask: Callable[[], Any], late: Callable[[], None]) -> None:
+    def send(self, number: int, ask: Callable[[], Any], late: Callable[[], None]) -> None:
         """Send an event with ``ask``, which returns once a coordinator has applied it.
 
         ``late`` is called if the event is applied after ``ask`` has timed out. The ``DataStall`` of
         ``ask`` is raised, unless the event was confirmed meanwhile.
         """
-        pending = _Pending(event, late)
         with self._lock:
-            self._open.append(pending)
+            self._open[number] = None
         try:
             ask()
         except DataStall as stall:
             with self._lock:
-                if not pending.taken:
-                    pending.given_up = True
+                if number in self._open:
+                    self._open[number] = late
                     stall.add_note(MAY_APPLY_LATER)
                     raise
         except BaseException:
             with self._lock:
-                self._open.remove(pending)
+                self._open.pop(number, None)
             raise
         with self._lock:
-            self._open.remove(pending)
-            if not pending.taken:
-                self._taken.append(event)
-                self._unconfirmed.append(event)
+            self._open.pop(number, None)
 
-    def confirmed(self, event: Any) -> None:
+    def confirmed(self, number: int) -> None:
         """Record the coordinator's confirmation that it has applied an event."""
         with self._lock:
-            if event in self._unconfirmed:
-                self._unconfirmed.remove(event)
-                return
-            late = self._mark_applied(
-                next((s for s in self._open if not s.taken and s.event == event), None)
-            )
-        late()
-
-    def found(self, events: Sequence[Any]) -> None:
-        """Mark the open events that are among ``events`` as applied.
-
-        ``events`` are those of the coordinator's journal: its predecessor may have died before it
-        confirmed them.
-        """
-        for pending in list(self._open):
-            with self._lock:
-                new = (
-                    not pending.taken
-                    and pending in self._open
-                    and events.count(pending.event) > self._taken.count(pending.event)
-                )
-                late = self._mark_applied(pending if new else None)
+            late = self._open.pop(number, None)
+        if late is not None:
             late()
 
-    def settle(self, events: Sequence[Any]) -> None:
-        """Settle events that timed out; ``events`` are all events that were applied.
+    def settle(self, last: int) -> None:
+        """Settle events that timed out; ``last`` is the last event that was applied.
 
-        An event that is not among these was not applied, and will not be.
+        A later event was not applied, and will not be.
         """
-        self.found(events)
         with self._lock:
-            self._open = [pending for pending in self._open if not pending.given_up]
-
-    def _mark_applied(self, pending: _Pending | None) -> Callable[[], None]:
-        """Mark an event as applied, under the lock; return the call to make outside it."""
-        if pending is None:
-            return lambda: None
-        pending.taken = True
-        self._taken.append(pending.event)
-        if not pending.given_up:
-            return lambda: None
-        self._open.remove(pending)
-        return pending.late
+            given_up = sorted(n for n, late in self._open.items() if late is not None)
+        for number in given_up:
+            if number <= last:
+                self.confirmed(number)
+        with self._lock:
+            self._open = {n: late for n, late in self._open.items() if late is None}
 
 
 # ----------------------------------------------------------------------------
@@ -154,6 +111,7 @@ class EventTarget(Protocol):
     generation: Generation
     closed: bool
     learns: bool
+    uses_reports: bool
     adding: PreparedJob | None
     prepared_jobs: list[PreparedJob]
     broadcast_ranks: frozenset[int]
@@ -162,6 +120,7 @@ class EventTarget(Protocol):
 
     def refuse_closed(self) -> None: ...
     def slowest_step(self) -> int: ...
+    def next_event(self) -> int: ...
 
 
 class UserEvents:
@@ -170,9 +129,9 @@ class UserEvents:
     All events are applied on the event loop, between two steps.
     """
 
-    def __init__(self, target: EventTarget, *, reports_used: bool = True):
+    def __init__(self, target: EventTarget):
         self._target = target
-        self._warned = reports_used  # False: the first report causes a warning
+        self._warned = False  # that reports are not used
         self.refused_reports = 0  # reports that raised, or that were used in part
 
     @property
@@ -234,7 +193,7 @@ class UserEvents:
         Runs on: event loop.
         """
         self._runtime.settle()
-        self._runtime.event(event)
+        self._runtime.event(event, self._target.next_event())
         self.note(event)
 
     def note(self, event: Event) -> None:
@@ -294,7 +253,6 @@ class UserEvents:
         target, new = self._target, more.new_source(at)
 
         def added() -> None:
-            self._runtime.journal.write_added_source(new.event, more)
             # The event before the source: a state that another thread exports meanwhile must not
             # have one without the other.
             with target.lock:
@@ -303,17 +261,15 @@ class UserEvents:
                 target.prepared_jobs.append(more)
 
         target.adding = more
-        try:
-            self._runtime.add_source(new, worker, more.budget_bytes, added)
-        # the planner has the source and the journal lacks it: no step may be planned with it
-        except JournalError as error:
-            self._runtime.event(EndOfJob(self._runtime.planner.next_step, error))
-            raise
+        self._runtime.add_source(new, worker, more, added, number=target.next_event())
 
     # reports
 
     def report(self, rank: int, queue: StepQueue, step: Any, metrics: Any, next_step: int) -> None:
-        """Check a report and post it to the planner. Runs on: thread of the trainer."""
+        """Check a report of a client in this process, and send it. Runs on: thread of the trainer.
+
+        It reaches the planner before any later acknowledgement of the client.
+        """
         target = self._target
         target.refuse_closed()
         try:
@@ -321,43 +277,27 @@ class UserEvents:
         except JobError:
             self.count_refused()
             raise
+        lost = len(metrics) - len(report.metrics)
         with target.lock:
             known = target.generation.queues.get(rank)
-            if known is None and rank not in target.broadcast_ranks:
+            if known is None:
                 raise OverlordError(
                     f"report: the client of rank {rank} is closed; report before close()"
                 )
-            if known is not None and known is not queue:
+            if known is not queue:
                 return  # another rank rewound the session: the step is of an older generation
-            warn, self._warned = not self._warned, True
-            self.send_report(report, self._is_in_time(report, next_step))
-            lost = len(metrics) - len(report.metrics)
+            warn, self._warned = not (self._warned or target.uses_reports), True
             warned, self.refused_reports = (self.refused_reports, self.refused_reports + (lost > 0))
+            in_time = self._is_in_time(report, next_step)
+        queue.report(report, in_time)
         if lost and not warned:
-            log.warning(
-                "rank %d, step %d: %d reported values ignored: expected finite numbers",
-                rank,
-                report.step,
-                lost,
-            )
+            warn_of_lost_values(report, lost)
         if warn:
-            log.warning(
-                "reports are not used: the mixture has neither a state nor takes_feedback = True"
-            )
+            log.warning(REPORTS_UNUSED)
 
     def count_refused(self) -> None:
         with self._target.lock:
             self.refused_reports += 1
-
-    def send_report(self, report: Report, in_time: bool) -> None:
-        """Post a report to the planner. The caller holds the lock.
-
-        A report that is certainly ``in_time`` is in saved states from now on.
-        """
-        runtime, events = self._runtime, self._target.generation.events
-        if in_time:
-            events.expect(report)
-        self._target.loop.post(lambda: self._apply_report(runtime, events, report))
 
     def _is_in_time(self, report: Report, next_step: int) -> bool:
         """Return whether the plan that uses a report cannot exist yet. The caller holds the lock.
@@ -371,17 +311,6 @@ class UserEvents:
             and report.rank not in target.broadcast_ranks
             and surely_in_time(report, next_step, lag, target.options.prefetch)
         )
-
-    def _apply_report(self, runtime: Runtime, events: EventLog, report: Report) -> None:
-        """Send a report to the planner. A late report is dropped, and removed from states.
-
-        Runs on: event loop.
-        """
-        if used := runtime.report(report):
-            events.report(report, self._target.slowest_step())
-        if used is not None:
-            with self._target.lock:
-                events.received(report)
 
 
 def whole_numbers(what: str, steps: Iterable[Any]) -> tuple[int, ...]:

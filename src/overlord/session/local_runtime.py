@@ -19,12 +19,13 @@ import numpy as np
 
 from overlord.buffer_pool import BufferPool
 from overlord.client.local_queue import LocalStepQueue
+from overlord.client.sent_reports import KnownReports, ReportSender
 from overlord.cluster.autoscale import LoadObserver, observing_scaler
 from overlord.concurrency.event_loop import CommandLoop, Done, Executor, ThreadExecutor
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.build import StepDocuments
 from overlord.constructor.service import ConstructorService, RankQueue
-from overlord.errors import JobError
+from overlord.errors import JobError, JournalError
 from overlord.job.hooks import CONSTRUCTOR, LOADER, ordered_weights, popped_by
 from overlord.journal.write_ahead import JournalStart, NullJournal, WriteAheadGate, lose_source
 from overlord.loader.loader import Loader
@@ -39,8 +40,8 @@ from overlord.messages.control import (
     EndOfJob,
     PlannedStep,
     Refill,
-    Report,
     RestartLoader,
+    SentReport,
     SetReadAhead,
     SourceLost,
     StreamState,
@@ -56,6 +57,7 @@ from overlord.messages.data import (
     StepInfo,
 )
 from overlord.planning.images import Encodings
+from overlord.planning.mixture import EventLog
 from overlord.planning.spec import NewSource, RecentPlans
 from overlord.sample import Content, Ragged, RaggedParts, Scattered
 from overlord.transforms.transform_process import TransformWorker
@@ -76,8 +78,18 @@ class LocalRuntime:
     Runs on: event loop.
     """
 
-    def __init__(self, prepared: PreparedJob, executor: Executor, state: StreamState | None = None):
+    def __init__(
+        self,
+        prepared: PreparedJob,
+        executor: Executor,
+        state: StreamState | None = None,
+        *,
+        post: Callable[[Callable[[], None]], None] = lambda call: call(),
+    ):
+        """Start at a state; ``post`` runs a call on the event loop."""
         job, options = prepared.job, prepared.options
+        self._post, self._lag = post, job.feedback_lag
+        self._reports = EventLog(job.feedback_lag)  # those in time, for states
         self.commands = CommandLoop(self._execute, check=self.check if options.check else None)
         self.gate = WriteAheadGate(self.commands, lambda: self.planner)
         self.planner, self._executor = prepared.planner(state), executor
@@ -136,19 +148,26 @@ class LocalRuntime:
     def settle(self) -> None:
         """Do nothing: an event has taken effect when ``event`` returns."""
 
-    def event(self, event: Any) -> None:
+    def event(self, event: Any, number: int | None = None) -> None:
         """Apply an event and write it to the journal: it is durable on return.
 
-        A report is written with the next plan. If an event cannot be written, the job ends and
-        ``JournalError`` is raised.
+        ``number`` identifies an event of the session. A report is written with the next plan. If an
+        event cannot be written, the job ends and ``JournalError`` is raised.
         """
-        self.run(self.gate.record(event))
+        self.run(self.gate.record(event, number))
 
-    def report(self, report: Report) -> bool:
-        """Apply a report; return whether a later plan uses it. A late report is dropped."""
-        used = self.planner.in_time(report)
-        self.event(report)
-        return used
+    def report(self, sent: Sequence[SentReport]) -> None:
+        """Apply the reports that are new; no plan uses a late report."""
+        for one in sent:
+            event_id = self.gate.applied.id_of(one.report, one.number)
+            assert event_id is not None
+            if self.gate.applied.is_new(event_id) and self.planner.in_time(one.report):
+                self._reports.report(one.report, self._taken + 1)
+            self.event(one.report, one.number)
+
+    def reports(self) -> KnownReports:
+        """Return the reports that arrived in time, for states."""
+        return KnownReports(self._reports.reports(), self.gate.applied.reports())
 
     def attach(self, mailboxes: Mapping[int, RankQueue]) -> None:
         """Attach the clients of these ranks in one call, before a step is delivered to any."""
@@ -176,7 +195,9 @@ class LocalRuntime:
 
     def inbox(self, rank: int, next_step: int) -> LocalStepQueue:
         """Return the step queue of a client in this process."""
-        return LocalStepQueue()
+        return LocalStepQueue(
+            lambda sent: self._post(lambda: self.report([sent])), ReportSender(self._lag)
+        )
 
     def prepare_source(self, prepared: PreparedJob) -> list[tuple[Loader, SourceReader]]:
         """Open the loaders of the last source of a job, which is to be added."""
@@ -189,18 +210,28 @@ class LocalRuntime:
         self,
         new: NewSource,
         prepared: Sequence[tuple[Loader, SourceReader]],
-        budget_bytes: int,
+        more: PreparedJob,
         joined: Callable[[], None] = lambda: None,
+        *,
+        number: int | None = None,
     ) -> None:
-        """Add a source with its open loaders; an error of the planner changes nothing.
+        """Add the last source of ``more`` with its open loaders; a ``PlanError`` changes nothing.
 
         ``joined`` is called once the source is added, before a client receives a step with it.
         """
+        event_id = self.gate.applied.id_of(new.event, number)
+        assert event_id is not None
         commands = self.planner.handle(new)
         for loader, reader in prepared:
             self.loading.open(loader, reader)
         for hosted in self.loading.slots.values():
-            hosted.loader.set_budget(budget_bytes)
+            hosted.loader.set_budget(more.budget_bytes)
+        try:
+            self.gate.record_source(new.event, more, event_id)
+        # the planner has the source and the journal lacks it: no step may be planned with it
+        except JournalError as error:
+            self.event(EndOfJob(self.planner.next_step, error))
+            raise
         joined()
         self.run(commands)
 

@@ -98,7 +98,8 @@ def _common_state(running: RunningJob, clients: Mapping[int, Client | RemoteClie
         )
     state = decoded(next(iter(clients.values())).position)
     generation = running.generation
-    return generation.events.completed(state, generation.prepared.job.names)
+    names = generation.prepared.job.names
+    return generation.events.completed(state, names, reports=running.reports())
 
 
 def _awaited(steps: Mapping[int, int], at: int | None) -> str:

@@ -10,7 +10,7 @@ from overlord.client.client import Client, StepQueue
 from overlord.errors import ActorLost, OverlordError, StateMismatch
 from overlord.journal.write_ahead import UNWRITTEN, JournalStart
 from overlord.mesh import ClientPlaceTree
-from overlord.messages.control import StreamState
+from overlord.messages.control import Report, StreamState
 from overlord.process.shutdown import run_all
 from overlord.serving.step_publisher import MOVED
 from overlord.session.generation import Generation, differences, mark_of
@@ -63,8 +63,10 @@ def rewind_rank(
     allow: tuple[str, ...],
     *,
     retry: bool = False,
-) -> tuple[StepQueue, StreamState]:
-    """Rewind one rank; return its new queue and the state at which it starts.
+) -> tuple[StepQueue, StreamState, list[Report]]:
+    """Rewind one rank; return its new queue, the state at which it starts, and more reports.
+
+    The client sends these reports again: its own in the state that it loads.
 
     The first rank to rewind begins a generation; the others must load the same state. ``retry``:
     the request may have been answered before.
@@ -93,10 +95,18 @@ def rewind_rank(
         # rewind may be a moment older.
         own = [r for r in state.reports if r.rank == rank and r not in now.start.reports]
         with running.lock:
-            for report in own:  # no step is planned yet, so the reports are in time
-                running.events.send_report(report, in_time=True)
             now.joined.add(rank)
-            return now.queues[rank], now.start
+            return now.queues[rank], now.start, own
+
+
+def rewind_client(
+    running: RunningJob, rank: int, saved: Mapping[str, Any], allow: tuple[str, ...]
+) -> tuple[StepQueue, StreamState]:
+    """Rewind the client of one rank in this process; return its new queue and its start."""
+    queue, start, own = rewind_rank(running, rank, saved, allow)
+    for report in own:  # no step is planned yet, so the reports are in time
+        queue.report(report, in_time=True)
+    return queue, start
 
 
 def begin_generation(

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from overlord.client.client import Client, State, StepQueue
+from overlord.client.sent_reports import KnownReports
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job.job import Job
 from overlord.journal.write_ahead import JournalStart
-from overlord.messages.control import StreamState
+from overlord.messages.control import Report, SentReport, StreamState
 from overlord.planning.mixture import EventLog
 from overlord.planning.schedule.base import learns
 from overlord.planning.schedule.by_stage import job_schedule
@@ -86,9 +89,11 @@ class RunningJob:
         self.switching = threading.Lock()  # held while one generation replaces another
         mixture = job_schedule(prepared.given)
         self.learns = learns(mixture)
+        self.uses_reports = self.learns or not callable(mixture)
+        self._event_numbers = itertools.count(1)
         self.started = time.monotonic()
         self.loop = EventLoop(prepared.given.name)
-        self.events = UserEvents(self, reports_used=self.learns or not callable(mixture))
+        self.events = UserEvents(self)
         self._losses = TokenLosses()
         self.journal = start.journal
         self._close_once = CloseOnce()
@@ -277,6 +282,10 @@ class RunningJob:
 
     def detach(self, rank: int) -> None:
         with self.lock:
+            queue = self.generation.queues.get(rank)
+            if queue is not None and self.learns and not self.closed:
+                # its constructor worker may be lost, and these reports with it
+                self.post_reports(self.generation.runtime, queue.reports())
             if (client := self.clients.pop(rank, None)) is not None and not self.clients:
                 self.generation.last_state = client.position
             self.generation.remove(rank)
@@ -340,36 +349,63 @@ class RunningJob:
             prepared, events = generation.prepared, generation.events
         return self._exported(slowest, prepared, events)
 
-    def export(self, rank: int, queue: StepQueue, state: State) -> dict[str, Any]:
+    def export(
+        self, rank: int, queue: StepQueue, state: State, reports: Sequence[SentReport] = ()
+    ) -> dict[str, Any]:
         """Export the state of a client, with the events of its own generation.
 
-        Raise ``OverlordError`` if another generation has replaced that of the client.
+        ``reports``: those that a client in another process keeps. Raise ``OverlordError`` if
+        another generation has replaced that of the client.
         """
         with self.lock:
             if self.generation.queues.get(rank, queue) is not queue:
                 raise OverlordError(f"rank {rank}: {MOVED}")
             prepared, events = self.generation.prepared, self.generation.events
-        return self._exported(state, prepared, events)
+        return self._exported(state, prepared, events, reports)
 
-    def _exported(self, state: State, prepared: PreparedJob, events: EventLog) -> dict[str, Any]:
+    def _exported(
+        self,
+        state: State,
+        prepared: PreparedJob,
+        events: EventLog,
+        reports: Sequence[SentReport] = (),
+    ) -> dict[str, Any]:
         """Export a state with the events and reports that came after its step was planned.
 
         Steps are planned ahead of the events and reports that trainers send.
         """
+        found = self.reports(reports)
+        whole = decoded(state)
+        known = self.prepared_for(len(whole.owed), prepared)
+        return known.export(events.completed(whole, known.job.names, reports=found))
 
-        def act() -> dict[str, Any]:
-            whole = decoded(state)
-            known = self.prepared_for(len(whole.owed), prepared)
-            return known.export(events.completed(whole, known.job.names))
+    def reports(self, kept: Sequence[SentReport] = ()) -> Sequence[Report]:
+        """Return the reports that states need; of one rank and step the last counts.
 
+        ``kept``: those of a client in another process. Runs on: any thread but the event loop.
+        """
         if not self.learns:
-            return act()
-        try:  # after the reports that are on their way to the planner
-            done: dict[str, Any] = self.loop.call(act, "the planner")
-            return done
-        # the coordinator does not answer: reports that it has not received are left out
-        except (ActorLost, DataStall):
-            return act()
+            return ()
+        runtime, known = self.runtime, KnownReports()
+        # otherwise the planner does not answer: clients have what it will receive in time
+        with contextlib.suppress(ActorLost, DataStall):
+            known = self.loop.call(runtime.reports, "the planner")
+        return known.with_pending([*self.unconfirmed_reports(), *kept]).reports
+
+    def unconfirmed_reports(self) -> list[SentReport]:
+        """Return the reports that the clients of this process keep."""
+        with self.lock:
+            queues = list(self.generation.queues.values())
+        return [sent for queue in queues for sent in queue.reports()]
+
+    def post_reports(self, runtime: Runtime, sent: Sequence[SentReport]) -> None:
+        """Send reports of a closed client to the planner, before later changes of this client."""
+        if sent:
+            self.loop.post(lambda: runtime.report(sent))
+
+    def next_event(self) -> int:
+        """Return the number of a new event, which identifies it in this launch."""
+        return next(self._event_numbers)
 
     # the end
 

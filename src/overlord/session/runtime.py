@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from overlord.client.client import StepQueue
+from overlord.client.sent_reports import KnownReports
 from overlord.concurrency.event_loop import EventLoop, ThreadExecutor
 from overlord.concurrency.platform import Platform
 from overlord.errors import JobError
 from overlord.job.job import Job
 from overlord.journal.write_ahead import JournalStart, NullJournal
-from overlord.messages.control import Report, SourceLost, StreamState
+from overlord.messages.control import SentReport, SourceLost, StreamState
 from overlord.planning.planner import Planner
 from overlord.planning.spec import NewSource, RecentPlans
 from overlord.process.shutdown import Steps, run_all
@@ -99,12 +100,25 @@ class Runtime(Protocol):
 
     # events
     def settle(self) -> None: ...
-    def event(self, event: Any) -> None: ...
-    def report(self, report: Report) -> bool | None: ...
+    def event(self, event: Any, number: int | None = None) -> None:
+        """Apply an event once: ``number`` identifies it if it is sent again."""
+
+    def report(self, sent: Sequence[SentReport]) -> None:
+        """Apply those reports of ranks without a step queue, or of closed queues, that are new."""
+
+    def reports(self) -> KnownReports:
+        """Return the reports that states need, as far as the planner and workers have them."""
+
     def prepare_source(self, prepared: PreparedJob) -> Any: ...
     def drop_prepared(self, prepared: Any) -> None: ...
     def add_source(
-        self, new: NewSource, prepared: Any, budget_bytes: int, joined: Callable[[], None] = ...
+        self,
+        new: NewSource,
+        prepared: Any,
+        more: PreparedJob,
+        joined: Callable[[], None] = ...,
+        *,
+        number: int | None = None,
     ) -> None: ...
 
     # workers
@@ -140,7 +154,7 @@ def start_runtime(
             raise
     executor = ThreadExecutor(n_workers(prepared.options), loop)
     try:
-        return LocalRuntime(prepared, executor, state)
+        return LocalRuntime(prepared, executor, state, post=loop.post)
     except BaseException:
         executor.close()
         raise

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from overlord.client.client import State, StepQueue
 from overlord.client.local_queue import LocalStepQueue
-from overlord.errors import DataStall, JobError, OverlordError
-from overlord.messages.control import PlannedStep, StreamState
+from overlord.errors import ActorLost, DataStall, JobError, OverlordError
+from overlord.messages.control import PlannedStep, SentReport, StreamState
 from overlord.serving.control_server import RemoteClient, WorkerServedQueue
 from overlord.serving.session_api import position
 from overlord.serving.session_server import ServedAddress, SessionServer
@@ -103,6 +104,15 @@ class ServedRanks:
     @property
     def generation(self) -> int:
         return self._running.generation.number
+
+    @property
+    def report_settings(self) -> dict[str, Any]:
+        running = self._running
+        return {
+            "feedback_lag": running.job.feedback_lag,
+            "learns": running.learns,
+            "uses_reports": running.uses_reports,
+        }
 
     @property
     def ranks(self) -> frozenset[int]:
@@ -412,7 +422,9 @@ class ServedRanks:
     def why(self, rank: int) -> str:
         return self._running.waiting_for(rank)
 
-    def export(self, rank: int, generation: Any, state: State) -> dict[str, Any]:
+    def export(
+        self, rank: int, generation: Any, state: State, reports: Sequence[SentReport]
+    ) -> dict[str, Any]:
         running = self._running
         queue = self._queue_of(rank, generation)
         with running.lock:
@@ -421,7 +433,7 @@ class ServedRanks:
             # the whole session was rewound, with this rank
             if client is not None and queue is not current and rank in now.joined:
                 state, queue = client.position, current
-        return running.export(rank, queue, state)
+        return running.export(rank, queue, state, reports)
 
     def rewind(
         self, rank: int, state: Mapping[str, Any], allow: tuple[str, ...], took: tuple[int, int]
@@ -433,30 +445,48 @@ class ServedRanks:
             retry = generation != now.number and rank not in now.acked
             if step >= 0 and rank in now.queues and generation == now.number:
                 now.acked.setdefault(rank, step)
-        queue, start = rewind_rank(running, rank, state, allow, retry=retry)
+        queue, start, own = rewind_rank(running, rank, state, allow, retry=retry)
         with running.lock:
             self._client(rank).move_to(queue, start)
             number = running.generation.number
-        return position(start, number, self._address_or_none(rank))
+        return position(start, number, self._address_or_none(rank)) | {"reports": own}
 
-    def report(self, rank: int, generation: Any, step: Any, metrics: Any, next_step: int) -> None:
-        queue = self._queue_of(rank, generation)
-        self._running.events.report(rank, queue, step, metrics, next_step)
+    def report(
+        self, rank: int, reports: Sequence[SentReport], queue: PublishedQueue | None = None
+    ) -> None:
+        running = self._running
+        with running.lock:
+            generation = running.generation
+            if queue is not None and generation.queues.get(rank) is not queue:
+                return  # of an older generation
+        if queue is not None:
+            running.post_reports(generation.runtime, reports)
+            return
+        with contextlib.suppress(ActorLost, DataStall):  # the next request has these reports too
+            running.loop.call(lambda: generation.runtime.report(reports), "the planner")
 
     def refused(self) -> None:
         self._running.events.count_refused()
 
-    def crashed(self, rank: int, took: tuple[int, int]) -> None:
+    def _post_reports(self, generation: int, reports: Sequence[SentReport]) -> None:
+        """Send the reports of a closed client, unless they are of an older generation."""
+        now = self._running.generation
+        if generation == now.number:
+            self._running.post_reports(now.runtime, reports)
+
+    def crashed(self, rank: int, took: tuple[int, int], reports: Sequence[SentReport]) -> None:
         generation, step = took
+        self._post_reports(generation, reports)
         with self._running.lock:
             now = self._running.generation
             is_new = generation == now.number and step > now.acked.get(rank, -1)
         if is_new:
             self.acked(rank, step)
 
-    def detach(self, rank: int, took: tuple[int, int]) -> None:
+    def detach(self, rank: int, took: tuple[int, int], reports: Sequence[SentReport]) -> None:
         self._closed.add(rank)
         generation, step = took
+        self._post_reports(generation, reports)
         self._wait_for_state(rank, generation, step)
         with self._running.lock, self._lock:  # its last ack may arrive later
             client = self._client_or_none(rank)

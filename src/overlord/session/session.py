@@ -18,7 +18,7 @@ from overlord.serving.session_server import ServedAddress
 from overlord.session import inspection
 from overlord.session.events import whole_numbers
 from overlord.session.reshard import reshard
-from overlord.session.rewind import rewind_all, rewind_rank
+from overlord.session.rewind import rewind_all, rewind_client
 from overlord.session.running_job import RunningJob
 from overlord.session.served_ranks import serve
 from overlord.setup.prepared_job import PreparedJob
@@ -69,7 +69,7 @@ class Session:
         """
         running = self.internals
         return running.open_client(
-            rank, lambda rank, state, allow: rewind_rank(running, rank, state, allow)
+            rank, lambda rank, state, allow: rewind_client(running, rank, state, allow)
         )
 
     def serve(

@@ -30,7 +30,7 @@ from overlord.constructor.compact import for_view
 from overlord.constructor.rank_views import narrow
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError, StateMismatch
 from overlord.hashing import digest
-from overlord.messages.control import EncodedState
+from overlord.messages.control import EncodedState, Report, SentReport
 from overlord.messages.data import StepInfo
 from overlord.plan.view import View
 from overlord.serving.step_publisher import MOVED
@@ -65,6 +65,13 @@ class BroadcastQueue:
 
     def ack(self, step: int) -> None:
         """Do nothing: the rank that fetches the step acks it."""
+
+    def report(self, report: Report, in_time: bool) -> None:
+        """Do nothing: reports of this rank go to the session."""
+
+    def reports(self) -> tuple[SentReport, ...]:
+        """Return nothing: the connection to the session keeps the reports."""
+        return ()
 
     def __len__(self) -> int:
         return 0

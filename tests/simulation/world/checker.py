@@ -132,6 +132,8 @@ class Checker:
                         f"step {e.step}, rank {e.rank}: it was handed out again after it was taken"
                     )
                 wanted[e.rank] = self._from(e.step + 1)
+            elif e.what == "twice":
+                self._say(f"session {e.session}: it counted twice: {e.words}")
             elif e.what == "refused":
                 self._say(f"step {e.step}: what people said of it in time was refused: {e.words}")
 

@@ -4,11 +4,13 @@ steps, and faults by script.
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from overlord.errors import JournalError, OverlordError
-from overlord.messages.control import EncodedState, StreamState
+from overlord.messages.control import EncodedState, Report, SentReport, StreamState
 from overlord.setup.options import Options
 from overlord.setup.prepared_job import PreparedJob
 from overlord.transport.codec import decode_state
@@ -65,6 +67,7 @@ class Cluster:
         self.disk = (
             SimDisk(self.world.random, store=scenario.outlives) if scenario.journal else None
         )
+        self._client_numbers = itertools.count(1)
         self.births: Births = {}
         self.people = People(self, scenario.sayings)
         self.launched = Launched(self, None, 0)
@@ -75,10 +78,10 @@ class Cluster:
 
     # trainers
 
-    def seat(self, rank: int, next_step: int) -> None:
+    def seat(self, rank: int, next_step: int, kept: Sequence[SentReport] = ()) -> None:
         process = self.world.start(f"trainer/{rank}")
         self.trainers[rank] = Trainer(
-            rank, SimMachine(self.world, self.net, process), self, next_step
+            rank, SimMachine(self.world, self.net, process), self, next_step, kept
         )
 
     def where(self, rank: int, session: int) -> tuple[str, str]:
@@ -93,9 +96,29 @@ class Cluster:
             self.people.said,
         )
 
-    def reports(self, rank: int, step: int) -> None:
+    def reports(self, rank: int, step: int) -> Report | None:
+        """What a trainer reports of a step, if anything."""
         if self.scenario.learns and step not in self.scenario.skipped:
-            self.launched.report(rank, step)
+            return self.launched.report(rank, step)
+        return None
+
+    def sent_report(self) -> None:
+        self.launched.n_reports += 1
+
+    def _count(self) -> None:
+        """Nothing that is sent again, since its answer was lost, may count twice."""
+        if (self.scenario.learns or self.scenario.sayings) and (
+            words := self.launched.counted_twice()
+        ):
+            self.history.add(self.world.now, "twice", session=self.session, words=words)
+
+    @property
+    def feedback_lag(self) -> int:
+        return self.blueprint.job.feedback_lag
+
+    def next_client(self) -> int:
+        """A number for a client, higher than that of any before it."""
+        return next(self._client_numbers)
 
     def report_late(self) -> None:
         """Trainers repeat themselves while parts are lost: what comes too late for a plan must not
@@ -104,7 +127,10 @@ class Cluster:
 
         def say() -> None:
             for rank, step in self.taken.items():
-                self.launched.report_late(rank, step - self.blueprint.job.feedback_lag)
+                if (old := step - self.feedback_lag) >= 0:
+                    losses = enumerate(self.scenario.names)
+                    late = Report(old, rank, {f"loss/{name}": 9.0 * (i % 2) for i, name in losses})
+                    self.trainers[rank].report(late, in_time=False)
 
         for k in range(LATE_REPORTS if self.scenario.learns else 0):
             self.world.at(k * LATE_S, say, None)
@@ -212,7 +238,8 @@ class Cluster:
             and trainer.rank in self.ranks
             and not trainer.gone
         ):
-            self.seat(trainer.rank, self.taken.get(trainer.rank, self.first - 1) + 1)
+            next_step = self.taken.get(trainer.rank, self.first - 1) + 1
+            self.seat(trainer.rank, next_step, trainer.kept_reports)
 
     def leave(self, rank: int) -> bool:
         """A trainer closes its client: nobody waits for it any more."""
@@ -316,7 +343,8 @@ class Cluster:
         return self.people.said if step == self.slowest else self._heard[step]
 
     def _completed(self, state: StreamState | EncodedState) -> StreamState:
-        return self.launched.log.completed(_opened(state), self.blueprint.job.names)
+        said = self.launched.said.values()  # trainers keep the promise of ``surely_in_time``
+        return self.launched.log.completed(_opened(state), self.blueprint.job.names, reports=said)
 
     def _end_trainers(self) -> None:
         if self.scenario.learns:  # what a state lacks is known to the session that ends
@@ -373,6 +401,7 @@ class Cluster:
                         moved, at = world.now, slowest
                         self.script.look()
                         self.people.look()
+                        self._count()
                 if not world.step():
                     break
         finally:

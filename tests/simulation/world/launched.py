@@ -5,12 +5,12 @@ there is a journal to come back from.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-import random
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from overlord.cluster.constructor_worker import ConstructorWorker
 from overlord.cluster.coordinator import Coordinator
@@ -32,7 +32,6 @@ from overlord.journal.replay import Recovered
 from overlord.journal.write_ahead import JournalStart
 from overlord.messages.control import LoaderStart, Report, SetMixture, Skip, StreamState
 from overlord.messages.data import checked_report
-from overlord.messages.launcher import ReportsRequested
 from overlord.planning.mixture import EventLog
 from overlord.planning.registrations import Registrations
 from overlord.rpc.actors import ActorHandle
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
     from tests.simulation.world.cluster import Cluster
 
 log = logging.getLogger("overlord")
-
-Word = Callable[[Coordinator], None]  # what the coordinator is told
 
 
 class Living:
@@ -102,11 +99,9 @@ class Launched:
         self.family = Family(self.process)
         self.log = EventLog(cluster.blueprint.job.feedback_lag)
         self.said: dict[tuple[int, int], Report] = {}
-        self._accepted: dict[tuple[int, int], Report] = {}  # by a coordinator
-        self._mail: deque[Word | Errand] = (
-            deque()
-        )  # what is on its way to the coordinator, one after the other
-        self._slowness = random.Random(cluster.scenario.seed * 3266489917 + session)
+        self._errands: deque[Errand] = deque()  # of the session's event loop, one after the other
+        self.event_numbers = itertools.count(1)
+        self.n_reports = 0  # that trainers sent
         self.incarnation, self.over = -1, False
         self.blueprint, self.hosting = cluster.blueprint, placement_of(cluster.scenario)
         self.kits = {
@@ -128,7 +123,6 @@ class Launched:
             False  # the first planner is there: whoever launches it has the session in hand
         )
         self._hand: Hand | None = None
-        self._found: list[Any] = []  # events in the journal
         self._elsewhere = Elsewhere(self) if cluster.scenario.sayings else None
         self.start_planner()
 
@@ -136,6 +130,7 @@ class Launched:
         """The same launch once more."""
         other = Launched(self.cluster, self._given, self.session, anew=self._anew)
         other.told, other.said, other.log = self.told, self.said, self.log
+        other.n_reports = self.n_reports
         return other
 
     # the coordinator
@@ -209,26 +204,22 @@ class Launched:
             actor = CoordinatorActor(
                 self.kit, events=events, event_loop=pump, rpc=cast(RpcServer, self.control)
             )
-            actor.serve(host, self._found)
+            actor.serve(host)
             self._elsewhere.is_there(actor)
             pump.start(self.cluster.broke, events.answer)
         if not self.incarnation:
             pump.post(lambda: host.attach(self.cluster.ranks))
-            for report in self.said.values():  # that the same launch was told before
-                self._say(report)
-        self._pass_on()
         self.cluster.people.look()
 
     def _make_host(self, reason: str) -> Coordinator:
         cluster = self.cluster
         if cluster.disk is None:
             given = self._given_to_planner(self._initial, reason, self.blueprint)
-            return first_coordinator(*given, self.machine, send=self._hears)  # type: ignore[arg-type]
+            return first_coordinator(*given, self.machine)  # type: ignore[arg-type]
         journal, found = self._open_journal(cluster.disk)
         if self.incarnation:
-            self._found = found.events
             given = self._given_to_planner(self._initial, reason, self.blueprint)
-            takeover = Takeover(*given, found, self.machine, send=self._hears)  # type: ignore[arg-type]
+            takeover = Takeover(*given, found, self.machine, send=lambda message: None)  # type: ignore[arg-type]
             host = takeover.coordinator
             host.journal = journal
             if not found.empty:
@@ -247,7 +238,7 @@ class Launched:
             assert state is not None
             cluster.resumed(self, state)
         given = self._given_to_planner(state, reason, blueprint.with_floor(beginning.floor))
-        host = first_coordinator(*given, self.machine, send=self._hears)  # type: ignore[arg-type]
+        host = first_coordinator(*given, self.machine)  # type: ignore[arg-type]
         _begin_journal(host, beginning)
         host.journal = journal
         return host
@@ -285,20 +276,9 @@ class Launched:
             living=tuple(self.family.living()),
             sources_of=tuple(self.kits.items()),
             attached=tuple(self.cluster.ranks) if self.incarnation else (),
-            reports=tuple(self._accepted.values()),
             machine=self.machine,
         )
         return self.kit, self.control, self.pump, starter
-
-    def _hears(self, message: Any) -> None:
-        """What the coordinator says. It asks for all that was reported by a message, which is
-        answered behind what was reported before.
-        """
-        if isinstance(message, ReportsRequested):
-            mark = message.mark
-            self.world.at(
-                0.0005, lambda: self._send(lambda host: host.all_reported(mark)), self.process
-            )
 
     # what trainers ask
 
@@ -314,43 +294,39 @@ class Launched:
             raise DataStall(f"{name} to be started", 0.0)
         return actor.address(), self.token
 
-    def report(self, rank: int, step: int) -> None:
+    def report(self, rank: int, step: int) -> Report:
+        """What a trainer reports of a step: it is in the states that are saved from now on."""
         report = checked_report(rank, step, self.cluster.scenario.report(rank, step), step + 1)
         self.said[report.step, report.rank] = report
-        self.log.expect(report)  # trainers keep the promise of ``planning/mixture.py``
-        self._send(lambda host: self._take(host, report))
+        return report
 
-    # To a coordinator in another process by the event loop of this one: the next word when the one
-    # before it is heard, by this planner or the next.
+    def counted_twice(self) -> str:
+        """What the coordinator has applied more often than it was sent; empty if nothing."""
+        if (host := self.host) is None:
+            return ""
+        changes = [e for e in host.planner.state().events if isinstance(e, (SetMixture, Skip))]
+        if twice := [e for i, e in enumerate(changes) if e in changes[:i]]:
+            return f"{twice[0]}"
+        if (received := host.planner.feedback["received"]) > self.n_reports:
+            return f"{received} reports were received, and {self.n_reports} were sent"
+        return ""
 
-    def _send(self, word: Word | Errand) -> None:
-        self._mail.append(word)
-        if len(self._mail) == 1:
+    # People speak by the event loop of this process: the next event when the one before it is
+    # answered, by this planner or the next.
+
+    def _send(self, errand: Errand) -> None:
+        self._errands.append(errand)
+        if len(self._errands) == 1:
             self._pass_on()
 
     def _pass_on(self) -> None:
-        if self._mail and isinstance(errand := self._mail[0], Errand):
-            if not errand.begun:
-                errand.begun = True
-                self.world.spawn(self.process, lambda: self._run(errand))
-        elif self.host is not None and self._mail:
-            busy_s = 0.3 if self._slowness.random() < 0.05 else 0.001
-            word, host, pump = cast(Word, self._mail[0]), self.host, self.pump
-            self.world.at(
-                busy_s * self._slowness.random(),
-                lambda: pump.post(lambda: self._hear(word, host)),
-                self.process,
-            )
-
-    def _hear(self, word: Word, host: Coordinator) -> None:
-        word(host)
-        if host is self.host and self._mail and self._mail[0] is word:
-            self._mail.popleft()
-            self._pass_on()
+        if self._errands:
+            errand = self._errands[0]
+            self.world.spawn(self.process, lambda: self._run(errand))
 
     def _run(self, errand: Errand) -> None:
         errand.work()
-        self._mail.popleft()
+        self._errands.popleft()
         self._pass_on()
 
     def say(
@@ -369,33 +345,6 @@ class Launched:
                 answered(None)
 
         self._send(Errand(work))
-
-    def report_late(self, rank: int, step: int) -> None:
-        """What the plan of the step this rank took last would have used: nobody may use it now,
-        also when that step is planned again.
-        """
-        if (host := self.host) is not None and step >= 0:
-            late = Report(
-                step,
-                rank,
-                {
-                    f"loss/{name}": 9.0 * (i % 2)
-                    for i, name in enumerate(self.cluster.scenario.names)
-                },
-            )
-            self.pump.post(lambda: host.event(late))
-
-    def _say(self, report: Report) -> None:
-        host = self.host
-        assert host is not None
-        self.pump.post(lambda: self._take(host, report))
-
-    def _take(self, host: Coordinator, report: Report) -> None:
-        if host.planner.in_time(report):
-            self._accepted[report.step, report.rank] = report
-            self.log.report(report, 0)
-        self.log.received(report)
-        host.event(report)
 
     def detach(self, rank: int) -> None:
         if (host := self.host) is not None:

@@ -96,6 +96,9 @@ class _Target:
     def slowest_step(self) -> int:
         return self._launched.cluster.slowest + 1
 
+    def next_event(self) -> int:
+        return next(self._launched.event_numbers)
+
 
 class Hand:
     """Sends the events of a user to a simulated session."""
@@ -117,7 +120,6 @@ class Errand:
     """What the event loop of the launching process does itself, in its turn, and waits for."""
 
     work: Callable[[], None]
-    begun: bool = False
 
 
 class People:

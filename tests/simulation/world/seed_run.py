@@ -59,7 +59,18 @@ class Verdict:
         return "\n".join(said)
 
 
-TOLD = ("fault", "calm", "rewind", "restart", "error", "launch", "reshard", "said", "refused")
+TOLD = (
+    "fault",
+    "calm",
+    "rewind",
+    "restart",
+    "error",
+    "launch",
+    "reshard",
+    "said",
+    "refused",
+    "twice",
+)
 
 
 def undisturbed(scenario: Scenario, mesh: Mesh | None = None) -> dict[tuple[int, int], Seen]:

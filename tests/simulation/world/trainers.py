@@ -4,14 +4,15 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from overlord.client.client import Step
 from overlord.client.remote_queue import CHECK_AFTER_S, RemoteStepQueue
+from overlord.client.sent_reports import ReportSender
 from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, LinkRefused, OverlordError
-from overlord.messages.control import EncodedState, StreamState
+from overlord.messages.control import EncodedState, Report, SentReport, StreamState
 from overlord.messages.data import StepInfo
 from tests.internals import connection_of
 from tests.simulation.world.history import History, Seen
@@ -35,7 +36,11 @@ class Seat(Protocol):
 
     def where(self, rank: int, session: int) -> tuple[str, str]: ...
     def took(self, rank: int, step: int, after: StreamState | EncodedState) -> None: ...
-    def reports(self, rank: int, step: int) -> None: ...
+    @property
+    def feedback_lag(self) -> int: ...
+    def next_client(self) -> int: ...
+    def sent_report(self) -> None: ...
+    def reports(self, rank: int, step: int) -> Report | None: ...
     def failed(self, rank: int, error: Exception) -> bool: ...
     def holds(self, step: int) -> bool: ...
 
@@ -45,7 +50,18 @@ class Trainer:
     had not finished with.
     """
 
-    def __init__(self, rank: int, machine: SimMachine, seat: Seat, next_step: int):
+    def __init__(
+        self,
+        rank: int,
+        machine: SimMachine,
+        seat: Seat,
+        next_step: int,
+        kept: Sequence[SentReport] = (),
+    ):
+        """``kept``: what the trainer that crashed in its place left of its reports, as the session
+        passes them on.
+        """
+        self._left = kept
         self.rank, self._machine, self._seat, self._next = rank, machine, seat, next_step
         self.process: Process = machine.process
         self.session = seat.session
@@ -72,7 +88,7 @@ class Trainer:
                 for step in range(
                     max(0, self._next - 2), self._next
                 ):  # what it may have had no time to say
-                    self._seat.reports(self.rank, step)
+                    self._report(step)
             while True:
                 got = self._box.get(ASK_S)
                 if got is not None or connection_of(self._box) is not None:
@@ -137,8 +153,21 @@ class Trainer:
         )
 
     def _computed(self, step: int) -> None:
-        self._seat.reports(self.rank, step)
+        self._report(step)
         self._look()
+
+    def _report(self, step: int) -> None:
+        if (report := self._seat.reports(self.rank, step)) is not None:
+            self.report(report, in_time=True)
+
+    @property
+    def kept_reports(self) -> Sequence[SentReport]:
+        return self._left if self._box is None else self._box.reports()
+
+    def report(self, report: Report, *, in_time: bool) -> None:
+        if self._box is not None and self.process.alive:
+            self._seat.sent_report()
+            self._box.report(report, in_time)
 
     def _end(self, end: BaseException) -> None:
         self.ended = True
@@ -151,6 +180,13 @@ class Trainer:
     def over(self) -> bool:
         """For good: it has all, or an error that ends the job."""
         return self.ended and not self.stopped
+
+    def _sender(self) -> ReportSender:
+        sender = ReportSender(self._seat.feedback_lag, self._seat.next_client())
+        for sent in self._left:
+            self._seat.sent_report()
+            sender.add(sent.report, sent.in_time)
+        return sender
 
     def _connected(self) -> RemoteStepQueue:
         """As long as nobody is there a trainer waits, as one does that the scheduler started too
@@ -167,6 +203,7 @@ class Trainer:
                     next_step=self._next,
                     generation=self.session,
                     prefetch=self._seat.prefetch,
+                    sender=self._sender(),
                     open_connection=self._machine.open_connection,
                     now=self._machine.now,
                     sleep=self._machine.sleep,
