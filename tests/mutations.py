@@ -458,8 +458,8 @@ MUTATIONS = [
         ("plans name who joins later", "while coming and names[n - 1] in coming:", "while False:"),
         (
             "reports since the plan are in no state",
-            "every = {**self._reports, **unheard}",
-            "every = unheard",
+            "every = self._reports | {(r.step, r.rank): r for r in reports}",
+            "every = {(r.step, r.rank): r for r in reports}",
         ),
     ),
     *_at(

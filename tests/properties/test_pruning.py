@@ -21,7 +21,7 @@ from overlord.journal.log import read, read_all
 from overlord.journal.record import Record
 from overlord.journal.replay import Recovered
 from overlord.journal.segments import read_segment
-from overlord.messages.control import AddSource, StreamState
+from overlord.messages.control import AddSource, EventId, StreamState
 from overlord.planning.mixture import with_added_sources
 from tests.internals import snapshot_every
 from tests.journals import Memory
@@ -103,7 +103,9 @@ class Writing:
     def join(self, n: int) -> None:
         self.names.append(name := f"s{len(self.names)}")
         self.journal.write_added_source(
-            AddSource(max(self.states) + 1, name, f"fingerprint of {name}"), self.blueprint
+            AddSource(max(self.states) + 1, name, f"fingerprint of {name}"),
+            self.blueprint,
+            EventId("", "session", len(self.names)),
         )
 
     def check(self) -> None:

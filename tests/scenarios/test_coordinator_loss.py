@@ -303,9 +303,8 @@ def test_a_source_that_left_is_known_though_the_coordinator_died_that_wrote_it_d
         clients = [session.client(rank) for rank in range(2)]
         take(clients, 2, {0: [], 1: []})
         event = SourceLost(runtime_of(session).planner.open_step + 3, "a", "a test says so")
-        runtime_of(session).event(
-            event
-        )  # it is written; who asks for it by itself tells of it then
+        # it is written; who asks for it by itself tells of it then
+        runtime_of(session).event(event, running_job(session).next_event())
         assert "lost" not in session.metrics()["sources"]["a"]
         session.kill("planner")
         until(lambda: session.metrics()["sources"]["a"].get("lost"))
@@ -576,7 +575,7 @@ def test_a_source_that_could_not_join_is_not_in_the_journal_of_the_next_coordina
         assert session.resumed.step == 14
 
 
-def refuses(*args: Any) -> None:
+def refuses(*args: Any, **options: Any) -> None:
     raise PlanError("it is planned already", 3)
 
 

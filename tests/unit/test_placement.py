@@ -239,7 +239,7 @@ def test_a_worker_that_could_not_be_started_leaves_no_place_behind(tmp_path: Pat
 def test_a_worker_whose_source_could_not_join_leaves_no_place_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(*_: Any) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
         raise JobError(["the planner refuses it"], "add_source")
 
     forgotten = list[str]()

@@ -101,10 +101,11 @@ class LocalRuntime:
         self._batches = job.batches if job.stages else job.batch
         self._broadcast, self._seed = options.broadcast, job.seed
         self._pop_hooks = job.hooks_of(LOADER)
+        buckets = job.place.buckets("DP")
         self.building = ConstructorService(
             [
                 Assembler(b, ranks, options.build_ahead or options.prefetch)
-                for b, ranks in enumerate(job.place.buckets("DP"))
+                for b, ranks in enumerate(buckets)
             ],
             batch=self._batches,
             multiple=job.document_multiple,
@@ -115,7 +116,8 @@ class LocalRuntime:
             images=self._images,
             broadcast=options.broadcast,
             spoiled=self.event,
-            in_place=True,
+            # several ranks with the same arrays share those of the step; each would expand its own
+            in_place=all(len(ranks) == 1 for ranks in buckets),
         )
         if options.memory is not None and options.ring_bytes is not None:
             self.building.slabs = BufferPool(options.ring_bytes)
