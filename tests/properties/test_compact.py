@@ -91,13 +91,17 @@ def payload_of(step: Mapping[str, Any], parted: bool) -> Ragged:
     return RaggedParts(parts)
 
 
-@given(
+# a step, the view of a rank, two ways of sending it, and the padding id
+STEPS = (
     unweighted(),
     st.sampled_from(VIEWS),
     st.booleans(),
     st.booleans(),
     st.sampled_from([0, 7, 2**16]),
 )
+
+
+@given(*STEPS)
 def test_what_stays_in_the_payload_equals_what_is_built_wide(
     step: dict[str, Any], view: View, parted: bool, sent: bool, pad_id: int
 ) -> None:
@@ -122,13 +126,7 @@ def test_what_stays_in_the_payload_equals_what_is_built_wide(
         assert not any(x.flags.writeable for x in a.values())
 
 
-@given(
-    unweighted(),
-    st.sampled_from(VIEWS),
-    st.booleans(),
-    st.booleans(),
-    st.sampled_from([0, 7, 2**16]),
-)
+@given(*STEPS)
 def test_what_is_widened_equals_what_is_built_wide(
     step: dict[str, Any], view: View, joined: bool, sliced: bool, pad_id: int
 ) -> None:

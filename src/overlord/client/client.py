@@ -138,7 +138,7 @@ class Microbatch(Mapping[str, np.ndarray]):
 
     @property
     def global_samples(self) -> int:
-        """That of the step: divide summed losses of samples, such as pairs, by it."""
+        """Samples of the whole step: divide summed losses of samples, such as pairs, by it."""
         return self._info.samples
 
     @property

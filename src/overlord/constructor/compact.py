@@ -340,7 +340,7 @@ def _fill_labels(
 ) -> None:
     """Fill labels and mask of documents with ``held`` tokens each, without the padding.
 
-    ``held`` is None if there is no padding.
+    ``held``: None without padding.
     """
     if empty:
         labels.fill(IGNORE)

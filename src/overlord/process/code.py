@@ -1,8 +1,8 @@
 """Code that crosses to another process at its start: factories, and functions and classes of users.
 
-What an importable module defines crosses by its name. Lambdas, inner functions, and definitions of
-the program's main file or of a notebook cross by value, with the variables that they use. The other
-process has a copy of these variables. Later messages contain no code.
+Definitions of an importable module cross by their names. Lambdas, inner functions, and definitions
+of the program's main file or of a notebook cross by value, with the variables that they use. The
+other process has a copy of these variables. Later messages contain no code.
 """
 
 from __future__ import annotations

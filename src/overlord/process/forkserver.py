@@ -48,7 +48,7 @@ _server: Any = getattr(forkserver, "_forkserver", None)  # private to Python: it
 class _Popen(popen_forkserver.Popen):
     """Python's fork-server ``Popen``, except that no child imports the program's main file.
 
-    What that file defines crosses by value (``process/code.py``). A trainer's main file imports
+    Definitions of that file cross by value (``process/code.py``). A trainer's main file imports
     torch: seconds, and hundreds of megabytes, in every worker.
     """
 

@@ -190,7 +190,7 @@ class TensorMicrobatch(Mapping[str, torch.Tensor]):
 
     @property
     def global_samples(self) -> int | None:
-        """That of its step: divide summed losses of samples, such as pairs, by it."""
+        """Samples of its whole step: divide summed losses of samples, such as pairs, by it."""
         return self._in_step.global_samples
 
     @property

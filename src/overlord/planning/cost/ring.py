@@ -48,8 +48,8 @@ class RingCosts(Cost):
     token_bytes: bytes per token that pass a rank in a ring, of all layers, forward and backward.
     inside, across: bytes per second of a rank to its neighbour, inside a node and across nodes.
     latency: seconds of a transfer of any size; a ring of d ranks makes d - 1 one after the other.
-    fitted: coefficients by ring size. Those of other sizes are interpolated between the nearest
-        two; beyond the largest, they are those of the largest.
+    fitted: coefficients by ring size. Other sizes have coefficients interpolated between the
+        nearest two, and sizes beyond the largest have its coefficients.
     """
 
     linear: float
