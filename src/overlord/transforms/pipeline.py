@@ -23,7 +23,8 @@ import pyarrow as pa
 from overlord.documents import LENGTHS, PROMPTS
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
-from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged, RaggedSpans, spans_of
+from overlord.ragged_spans import RaggedSpans, spans_of
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged
 from overlord.sources.tables import arrow_of, is_mixed
 from overlord.transforms.base import (
     Block,
