@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from overlord.transport.address import Address, client_side
-from overlord.transport.connection import Connection
-from overlord.transport.server import Server, open_connection
+from overlord.transport.connection import Connection, open_connection
+from overlord.transport.server import Server
 from overlord.transport.shared_memory import SharedMemoryPool
 
 MB = 2**20

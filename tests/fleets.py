@@ -16,6 +16,7 @@ import numpy as np
 
 from overlord.cluster.placement import Placement
 from overlord.cluster.plan_router import PlanRouter
+from overlord.content import Content
 from overlord.loader.service import LoaderService
 from overlord.messages.control import (
     Attach,
@@ -37,7 +38,6 @@ from overlord.messages.control import (
     TakeOverLoader,
 )
 from overlord.messages.data import Announce
-from overlord.sample import Content
 from overlord.scaling.loader_placement import assign_shards, workers_to_keep
 from overlord.setup.prepared_job import PreparedJob, open_loader
 from overlord.transport.codec import encode_state

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from overlord.content import Content
 from overlord.loader.loader import Loader
 from overlord.loader.service import LoaderService
 from overlord.messages.control import Cursor, LoaderStart, Refill, Rollback
 from overlord.messages.data import Announce
 from overlord.planning.stream import SourceStream, StreamPiece
-from overlord.sample import Content
 from overlord.setup.prepared_job import PreparedJob, open_loader
 
 STRIDE = 2**20

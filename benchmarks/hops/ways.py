@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from hops.job import Pieces, Reader
-from overlord.transport.connection import TIMEOUT
+from overlord.transport.connection import TIMEOUT, open_connection
 from overlord.transport.local_connection import pair
-from overlord.transport.server import Server, open_connection
+from overlord.transport.server import Server
 from overlord.transport.shared_memory import SharedMemoryPool
 
 AHEAD = 2

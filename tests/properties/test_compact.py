@@ -27,7 +27,8 @@ from overlord.constructor.pack import build_arrays, documents, new_buffer
 from overlord.constructor.payload_views import build_views
 from overlord.constructor.rank_views import of_stage
 from overlord.plan.view import View
-from overlord.sample import Ragged, RaggedParts
+from overlord.ragged_spans import RaggedParts
+from overlord.sample import Ragged
 from tests.properties.test_pack import steps
 
 VIEWS = [View(first=first, last=last) for first in (True, False) for last in (True, False)]

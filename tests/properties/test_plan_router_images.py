@@ -15,10 +15,11 @@ from overlord.cluster.placement import Placement
 from overlord.cluster.plan_router import ImageContext, PlanRouter, RoutedPlan
 from overlord.constructor.build import StepDocuments
 from overlord.constructor.images import PixelForm, encoder_inputs
+from overlord.content import Content, Items, Scattered
 from overlord.messages.control import EncodedState, EncoderPlan, PlannedStep
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.images import Encodings
-from overlord.sample import Content, Items, Ragged, Scattered
+from overlord.sample import Ragged
 from overlord.transforms.image_items import Prefix
 from tests.laws import examples
 

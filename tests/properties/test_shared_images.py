@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.constructor.build import StepDocuments, build_with_images
 from overlord.constructor.images import PixelForm
+from overlord.content import Scattered
 from overlord.errors import PlanError
 from overlord.messages.control import EncodedState, PlannedStep
 from overlord.messages.data import StepInfo
 from overlord.planning.images import Encodings, check_images
 from overlord.planning.strategies import hdp, vlm
 from overlord.planning.valid_tokens import valid_tokens
-from overlord.sample import Ragged, Scattered
+from overlord.sample import Ragged
 from overlord.token_parts import token_parts
 from overlord.transforms.image_items import READY, Prefix
 from tests.laws import examples

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.sample import Content, Ragged, RaggedParts, RaggedSpans, spans_of
+from overlord.content import Content
+from overlord.ragged_spans import RaggedParts, RaggedSpans, spans_of
+from overlord.sample import Ragged
 from overlord.sources.tables import rows_of
 from overlord.transforms.base import Block, Tokens
 from overlord.transforms.pipeline import Pipeline

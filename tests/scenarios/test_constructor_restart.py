@@ -21,8 +21,7 @@ from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, Overl
 from overlord.mesh import Batch
 from overlord.messages.control import STRIDE, Attach, Detach, EndOfJob, Rollback, StepsAcked
 from overlord.messages.data import StepPayload
-from overlord.transport.connection import CLOSES, Connection
-from overlord.transport.server import open_connection
+from overlord.transport.connection import CLOSES, Connection, open_connection
 from tests.internals import connect_at, connection_of, drop_connection, serve_clients
 from tests.processes import WAIT_S, until
 from tests.scenarios.test_serving import by_tcp

@@ -18,8 +18,7 @@ from overlord.errors import ActorLost, LinkRefused, OverlordError
 from overlord.messages.control import STRIDE, Attach, EndOfJob
 from overlord.messages.data import StepAck, StepMessage, StepPayload
 from overlord.sample import Ragged
-from overlord.transport.connection import TIMEOUT, Connection
-from overlord.transport.server import open_connection
+from overlord.transport.connection import TIMEOUT, Connection, open_connection
 from tests.internals import RAGGED_CHECK, runtime_of
 from tests.processes import Played, launch, play, run, until, workers_left, workers_of
 from tests.scenarios.test_process import job, source

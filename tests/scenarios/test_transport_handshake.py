@@ -26,7 +26,8 @@ from overlord.transport.address import (
     client_side,
     refusal,
 )
-from overlord.transport.server import MAX_PENDING, open_connection
+from overlord.transport.connection import open_connection
+from overlord.transport.server import MAX_PENDING
 from tests.connections import (
     SOON_S,
     TOKEN,

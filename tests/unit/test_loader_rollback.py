@@ -14,6 +14,7 @@ import overlord as ov
 from overlord.cluster import loader_worker
 from overlord.cluster.loader_worker import LoaderWorker
 from overlord.cluster.worker import WorkerConfig
+from overlord.content import Content
 from overlord.errors import StorageError
 from overlord.loader import samples
 from overlord.loader.loader import Loader
@@ -39,7 +40,7 @@ from overlord.messages.data import (
     StepPayload,
     WindowReady,
 )
-from overlord.sample import Content, Ragged
+from overlord.sample import Ragged
 from overlord.setup.prepared_job import Options, PreparedJob, open_loader
 from overlord.transport.server import Server
 from tests.internals import kept_announcements, kept_blocks, loader_service_of, worker_loop_of

@@ -10,8 +10,9 @@ import pyarrow as pa
 import pytest
 
 import overlord as ov
+from overlord.content import Content
 from overlord.errors import JobError
-from overlord.sample import Content, Ragged
+from overlord.sample import Ragged
 from overlord.transforms.base import RowIds
 from overlord.transforms.loss_weights import label_sums, stored
 from overlord.transforms.pipeline import Pipeline

@@ -36,7 +36,7 @@ from overlord.process.resources import (
 from overlord.rpc.peers import RpcServer
 from overlord.rpc.process_launcher import ProcessActorSystem
 from overlord.sources.tables import arrow_of, numpy_of
-from overlord.transport.server import open_connection
+from overlord.transport.connection import open_connection
 from tests.corpus import write_rows
 from tests.laws import examples
 from tests.processes import WAIT_S

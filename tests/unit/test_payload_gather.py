@@ -19,6 +19,7 @@ from overlord.constructor.assembler import Assembler
 from overlord.constructor.images import PixelForm, _fill_all
 from overlord.constructor.payload_gather import MAX_EARLY, PayloadGatherer, check_payload
 from overlord.constructor.service import ConstructorService
+from overlord.content import Scattered
 from overlord.errors import ActorLost, OverlordError, PlanError
 from overlord.mesh import Batch
 from overlord.messages.control import (
@@ -31,7 +32,7 @@ from overlord.messages.control import (
 )
 from overlord.messages.data import StepPayload
 from overlord.plan.plan import Assignment, LoadingPlan
-from overlord.sample import Ragged, Scattered
+from overlord.sample import Ragged
 from overlord.transforms.image_items import Prefix
 from overlord.transport.codec import decode, encode
 from tests.internals import early_payload

@@ -17,6 +17,7 @@ import numpy as np
 
 from overlord.cluster.worker import Worker, WorkerConfig
 from overlord.constructor.compact import smallest_id_type
+from overlord.content import Content, Scattered
 from overlord.errors import ActorLost, DataStall, LinkRefused, PlanError
 from overlord.job.hooks import Hook, ordered_weights, popped_by
 from overlord.loader.service import LoaderService
@@ -35,7 +36,7 @@ from overlord.messages.control import (
     TakeOverLoader,
 )
 from overlord.messages.data import Announce, Evaluate, LoaderWork, Read, StepPayload
-from overlord.sample import Content, Ragged, Scattered
+from overlord.sample import Ragged
 from overlord.setup.prepared_job import ReaderSpec, open_loader
 from overlord.sources.chunk_reader import OpenChunkCache
 from overlord.transforms.transform_process import TransformWorker

@@ -16,8 +16,8 @@ from overlord.concurrency.event_loop import EventLoop, Executor, ThreadExecutor,
 from overlord.process.exit import exit_now
 from overlord.process.resources import in_background, limit_arenas, pss_bytes
 from overlord.transport.address import HAS_SHARED_MEMORY, is_loopback, reachable
-from overlord.transport.connection import Connection
-from overlord.transport.server import OnClose, OnMessage, OnOpen, Server, open_connection
+from overlord.transport.connection import Connection, open_connection
+from overlord.transport.server import OnClose, OnMessage, OnOpen, Server
 from overlord.transport.shared_memory import SharedMemoryPool
 
 INTERFACE = "OVERLORD_INTERFACE"  # variable: the address at which other machines reach this one

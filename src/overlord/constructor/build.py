@@ -19,6 +19,7 @@ from overlord.constructor.payload_views import PayloadViews, build_views
 from overlord.constructor.pieces import build_pieces
 from overlord.constructor.rank_views import narrow, of_stage
 from overlord.constructor.sample_documents import document_runs, with_document_keys
+from overlord.content import Scattered
 from overlord.errors import PlanError
 from overlord.job.hooks import Assembly, Hook, assembled_by
 from overlord.mesh import Batch, ClientPlaceTree
@@ -27,7 +28,7 @@ from overlord.messages.data import CompactLayout, DecodeFailures, StepInfo
 from overlord.plan.module_ranks import OUTSIDE, bucket_by_rank, view_by_rank
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.view import ALL, View, views_of
-from overlord.sample import Ragged, Scattered
+from overlord.sample import Ragged
 
 # Start and length of each document in the payload, its microbatch, number of microbatches, source
 # of each document.

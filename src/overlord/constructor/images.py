@@ -48,8 +48,8 @@ from overlord.sample import ranges
 
 if TYPE_CHECKING:
     from overlord.constructor.build import StepDocuments
+    from overlord.content import Scattered
     from overlord.job.job import Source
-    from overlord.sample import Scattered
 
 # seconds for the images of one step: far above any real step, below the timeout of a trainer
 DECODE_S = 300.0

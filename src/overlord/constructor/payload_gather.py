@@ -19,10 +19,11 @@ import numpy as np
 
 from overlord.constructor.build import StepDocuments
 from overlord.constructor.service import ConstructorService
+from overlord.content import Content, Scattered
 from overlord.errors import ActorLost, OverlordError, PlanError
 from overlord.messages.control import STRIDE, ConstructorPlan, EndOfJob, Rollback
 from overlord.messages.data import StepInfo, StepPayload
-from overlord.sample import Content, Ragged, Scattered
+from overlord.sample import Ragged
 
 log = logging.getLogger("overlord")
 

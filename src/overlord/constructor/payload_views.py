@@ -25,7 +25,8 @@ from overlord.constructor.pack import (
     with_document_arrays,
 )
 from overlord.mesh import Batch
-from overlord.sample import Ragged, RaggedParts, ranges
+from overlord.ragged_spans import RaggedParts
+from overlord.sample import Ragged, ranges
 
 NONE = np.zeros(0, np.int64)
 

@@ -32,7 +32,8 @@ from overlord.messages.data import BlockReady, Evaluate, Read
 from overlord.sample import Ragged
 from overlord.setup.prepared_job import PreparedJob, open_loader
 from overlord.sources.files import Files
-from overlord.transport.server import Server, open_connection
+from overlord.transport.connection import open_connection
+from overlord.transport.server import Server
 
 VERSION = 3  # version of the stored file; raise it when a measurement changes
 PROBE_ROWS = 16  # rows of every source that become samples

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.checks import describe_error
+from overlord.content import Content
 from overlord.errors import (
     DataStall,
     OverlordError,
@@ -37,7 +38,7 @@ from overlord.messages.data import (
     SampleBlock,
     WindowReady,
 )
-from overlord.sample import Content, take_rows
+from overlord.sample import take_rows
 from overlord.sources.base import RawSlice, rows_within
 from overlord.sources.index import Index
 from overlord.sources.retry import CLOCK, Clock

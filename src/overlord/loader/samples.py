@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from overlord.content import Content
 from overlord.hashing import key64, keyed_hash
 from overlord.loader.partial_epoch import PartialEpoch
 from overlord.messages.control import Cursor
 from overlord.messages.data import Announce, SampleBlock
-from overlord.sample import Content, cut_rows
+from overlord.sample import cut_rows
 
 # ----------------------------------------------------------------------------
 # The order of the chunks and rows of a source, as pure functions.

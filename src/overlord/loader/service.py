@@ -11,13 +11,14 @@ import numpy as np
 
 from overlord.checks import as_exception
 from overlord.concurrency.event_loop import Done, Executor
+from overlord.content import Content
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
 from overlord.loader.samples import SampleBuffer
 from overlord.messages.control import LoaderStart, Refill, RestartLoader, Rollback
 from overlord.messages.data import Evaluate, LoaderWork, Pop, Read, ReadFailed
 from overlord.process.resources import pss_bytes
-from overlord.sample import Content, Ragged
+from overlord.sample import Ragged
 from overlord.transforms.transform_process import TransformWorker
 
 # Steps between two releases of samples: visiting all loaders costs more than retaining samples.

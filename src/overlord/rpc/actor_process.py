@@ -20,8 +20,7 @@ from overlord.process.code import build_code
 from overlord.process.exit import exit_now
 from overlord.rpc.actors import CONTROL, ActorServer, exit_code
 from overlord.rpc.timeouts import TIMEOUTS
-from overlord.transport.connection import TIMEOUT, SocketConnection
-from overlord.transport.server import open_connection
+from overlord.transport.connection import TIMEOUT, SocketConnection, open_connection
 
 HANGUP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 

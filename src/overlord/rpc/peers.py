@@ -29,8 +29,9 @@ from overlord.rpc.actors import (
     open_reply,
 )
 from overlord.rpc.timeouts import TIMEOUTS
-from overlord.transport.connection import TIMEOUT, Connection
-from overlord.transport.server import Server, ServerConnection, open_connection
+from overlord.transport.connection import TIMEOUT, Connection, open_connection
+from overlord.transport.server import Server
+from overlord.transport.server_connection import ServerConnection
 from overlord.transport.shared_memory import SharedMemoryPool
 
 log = logging.getLogger("overlord")

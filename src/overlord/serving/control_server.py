@@ -23,7 +23,8 @@ from overlord.messages.control import Report, SentReport
 from overlord.messages.data import StepInfo
 from overlord.serving.session_api import SessionApi, call
 from overlord.serving.step_publisher import StepPublisher
-from overlord.transport.server import Server, ServerConnection
+from overlord.transport.server import Server
+from overlord.transport.server_connection import ServerConnection
 from overlord.transport.shared_memory import SharedMemoryPool
 
 log = logging.getLogger("overlord")

@@ -29,7 +29,7 @@ from overlord.messages.control import EncodedState, Report, SentReport
 from overlord.messages.data import EndOfStream, StepAck, StepInfo, StepMessage
 from overlord.transport.codec import encode_state
 from overlord.transport.connection import Connection
-from overlord.transport.server import ServerConnection
+from overlord.transport.server_connection import ServerConnection
 from overlord.transport.shared_memory import SharedMemoryPool
 
 log = logging.getLogger("overlord")

@@ -16,7 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from overlord.client.remote_queue import LaunchedStepQueue, RemoteStepQueue
+from overlord.client.launched_queue import LaunchedStepQueue
+from overlord.client.remote_queue import RemoteStepQueue
 from overlord.client.sent_reports import KnownReports, ReportSender
 from overlord.cluster.coordinator_actor import Counted
 from overlord.cluster.launched_workers import START_S

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from overlord.content import Content
 from overlord.loader.reader import SourceReader, Stages, core_s
 from overlord.messages.data import Evaluate, Read
 from overlord.process.resources import pss_bytes
-from overlord.sample import Content
 from overlord.scaling.profile import SourceProfile
 from overlord.setup.prepared_job import ReaderSpec
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from overlord.content import Content
 from overlord.errors import JobError
 from overlord.hashing import digest
-from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Content, Ragged, join_rows, take_rows
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged, join_rows, take_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from overlord.sample import Items
+    from overlord.content import Items
 
 
 RESERVED_META = ("tokens", "bytes", LOSS_WEIGHTS, LOSS_RUNS)  # metadata that the package reports

@@ -14,8 +14,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
+from overlord.content import ones_like
 from overlord.documents import LENGTHS, PROMPTS
-from overlord.sample import Column, Ragged, ones_like, ranges
+from overlord.sample import Column, Ragged, ranges
 from overlord.sources.tables import column_of, is_mixed
 from overlord.transforms.base import Tokens
 from overlord.transforms.chat import Chat

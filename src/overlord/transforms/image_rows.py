@@ -17,8 +17,9 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from overlord.checks import pip_install
+from overlord.content import Items
 from overlord.errors import TransformError
-from overlord.sample import Column, Items, Ragged
+from overlord.sample import Column, Ragged
 from overlord.sources.tables import groups, is_mixed, numpy_of
 from overlord.transforms.base import Block, Transform
 from overlord.transforms.columns import (

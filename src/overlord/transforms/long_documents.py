@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from overlord.sample import Ragged, RaggedSpans, spans_of
+from overlord.ragged_spans import RaggedSpans, spans_of
+from overlord.sample import Ragged
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
-from overlord.sample import Ragged, ones_like
+from overlord.content import ones_like
+from overlord.sample import Ragged
 from overlord.sources.tables import arrow_of, is_mixed, numpy_of
 from overlord.transforms.columns import (
     HIDDEN,

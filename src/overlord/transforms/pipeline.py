@@ -23,7 +23,8 @@ import pyarrow as pa
 from overlord.documents import LENGTHS, PROMPTS
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
-from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged, RaggedSpans, spans_of
+from overlord.ragged_spans import RaggedSpans, spans_of
+from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged
 from overlord.sources.tables import arrow_of, is_mixed
 from overlord.transforms.base import (
     Block,
@@ -37,6 +38,7 @@ from overlord.transforms.base import (
     Transform,
 )
 from overlord.transforms.chat import Chat
+from overlord.transforms.column_checks import column_checks, drop_unfit, named_reason
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
@@ -47,36 +49,30 @@ from overlord.transforms.columns import (
     as_meta,
     as_row,
     check_ids,
-    check_meta,
-    check_texts,
     from_values,
     meta_column,
     meta_rows,
     read_ids,
     read_meta,
-    retyped,
     select_columns,
     unequal_items,
-    unfit_rows,
 )
 from overlord.transforms.document_groups import GROUPED, GroupedIds, executed
-from overlord.transforms.encoders import KEY, Encoders, check_messages, check_tools
+from overlord.transforms.encoders import KEY, Encoders
 from overlord.transforms.fill_in_middle import FillInMiddle, keys_of
-from overlord.transforms.grouped_rows import checks_of, run_grouped
+from overlord.transforms.grouped_rows import run_grouped
 from overlord.transforms.grouped_samples import Limits, column_by_document, grouped_samples
 from overlord.transforms.image_rows import (
     ITEM,
     RANDOM_KEY,
     ImageTotals,
     add_items,
-    check_images,
     find_images,
     run_images,
 )
 from overlord.transforms.images import META, Images
 from overlord.transforms.long_documents import Pieces, lost_tokens, split_rows, too_long
 from overlord.transforms.loss_weights import (
-    check_weights,
     label_sums,
     put_weights,
     read_weights,
@@ -96,7 +92,6 @@ from overlord.transforms.requirements import (
     lengths_suffice,
     raw_columns,
     refused_columns,
-    used_columns,
 )
 from overlord.transforms.tokenize import Tokenize
 from overlord.transforms.user_functions import (
@@ -422,7 +417,7 @@ class Pipeline:
         needs: list[tuple[Transform | None, str, Check]] = []
         for t in rest:
             if not isinstance(t, Select):
-                needs += [(t, name, check) for name, check in _checks_of(t)]
+                needs += [(t, name, check) for name, check in column_checks(t)]
         if not any(isinstance(t, ID_TRANSFORMS) for t in rest):
             needs.append((None, IDS, check_ids))
         return needs
@@ -431,9 +426,9 @@ class Pipeline:
         hidden = [name for name in frame.table.column_names if name.startswith(HIDDEN)]
         for t, name, check in self._needs:
             try:
-                _drop_unfit(frame, t, name, check)
+                drop_unfit(frame, t, name, check)
             except Unfit as fault:
-                frame.drop_all(_unfit(t, str(fault)))
+                frame.drop_all(named_reason(t, str(fault)))
                 frame.table = frame.table.select([])
                 return
         names = dict.fromkeys(name for _, name, _ in self._needs)
@@ -452,8 +447,8 @@ class Pipeline:
         self._running[threading.get_ident()] = t, frame, ids
         # The row stage (``ids`` is None) receives columns that are already checked.
         if ids is not None:
-            for name, check in _checks_of(t):
-                _drop_unfit(frame, t, name, check)
+            for name, check in column_checks(t):
+                drop_unfit(frame, t, name, check)
             if not frame.table.num_rows:
                 return
         if isinstance(t, GroupedIds):
@@ -564,42 +559,6 @@ def _rebuild(
     )
     pipeline.check_tokenizers(contents)
     return pipeline
-
-
-_CHECKS: dict[type, Check] = {
-    Tokenize: check_texts,
-    Tokens: check_ids,
-    Images: check_images,
-    Meta: check_meta,
-}
-
-
-def _checks_of(t: Transform) -> list[tuple[str, Check]]:
-    """Return the columns that a transform reads, with the check of each."""
-    if isinstance(t, GroupedIds):
-        return checks_of(t)
-    if isinstance(t, Chat):
-        tools = [(t.tools, check_tools)] if isinstance(t.tools, str) else []
-        return [(t.messages, check_messages), *tools]
-    if (check := _CHECKS.get(type(t))) is None:
-        return []
-    weights = t.loss if isinstance(t, Tokens) else None  # of one column: Pair has two
-    return [(name, check_weights if name == weights else check) for name in used_columns(t)]
-
-
-def _drop_unfit(frame: RowFrame, t: Transform | None, name: str, check: Check) -> None:
-    """Drop the rows whose values in column ``name`` the transform ``t`` cannot read.
-
-    Raises Unfit if it can read no row of the column.
-    """
-    bad, retype = unfit_rows(frame.table, name, check)
-    frame.drop({i: _unfit(t, reason) for i, reason in bad.items()})
-    if retype:
-        frame.table = retyped(frame.table, name)
-
-
-def _unfit(t: Transform | None, reason: str) -> str:
-    return f"{t!r}: {reason}" if t else f"{reason}; {NO_IDS}"
 
 
 def _empty_block(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:

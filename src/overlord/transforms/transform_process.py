@@ -21,11 +21,12 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.checks import where_raised
+from overlord.content import Items
 from overlord.errors import ActorLost, DataStall, TransformError
 from overlord.process.code import pack_code, unpack_code
 from overlord.rpc.actors import ActorHandle
 from overlord.rpc.process_launcher import ProcessActorSystem
-from overlord.sample import Column, Items, Ragged
+from overlord.sample import Column, Ragged
 from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.timeouts import TIMEOUTS

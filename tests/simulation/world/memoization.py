@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from overlord.content import Content
 from overlord.loader.reader import SourceReader, _Window
 from overlord.mesh import ClientPlaceTree
 from overlord.messages.data import BlockReady, Evaluate, Read
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.strategies import Strategy, resolve
-from overlord.sample import Buffer, Content, take_rows
+from overlord.sample import Buffer, take_rows
 from overlord.setup import prepared_job
 from overlord.sources.base import RawSlice
 from overlord.transforms.base import Block, RowIds, StagedRows
