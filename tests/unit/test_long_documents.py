@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,29 @@ def test_a_source_is_found_when_its_losses_pass_a_hundredth_and_once() -> None:
     assert (
         watch.newly_exceeding({"tokens": np.array([2000, 100]), "lost_tokens": np.array([900, 90])})
         == []
+    )
+
+
+def test_hundreds_of_sources_that_lose_tokens_make_a_few_warnings() -> None:
+    sources = 300
+    many = job({f"s{i:03}": [2, 3] for i in range(sources)}, on_long="truncate")
+    watch, said = TokenLosses(), list[str]()
+    for over in range(1, sources + 1):  # one source more after each step
+        lost = np.where(np.arange(sources) < over, 50, 0)
+        lost[0] = 99
+        said += watch.warnings({"tokens": np.full(sources, 100), "lost_tokens": lost}, many)
+    assert said[0].startswith("source 's000': on_long='truncate' has cut 99 of 199 tokens")
+    grouped = [re.search(r"of (\d+) sources, largest shares: 's\d{3}' 33\.3%, 's", t) for t in said]
+    assert [found is None for found in grouped] == sorted(found is None for found in grouped)[::-1]
+    named = sum(1 if found is None else int(found[1]) for found in grouped)
+    assert sources * 4 // 5 <= named <= sources, "the last ones wait for more"
+    assert len(said) < 30
+    worst = np.full(sources, 50)
+    worst[[7, 70, 270]] = 900, 500, 700
+    (text,) = TokenLosses().warnings({"tokens": np.full(sources, 100), "lost_tokens": worst}, many)
+    assert (
+        "cut tokens of 300 sources, largest shares: 's007' 90.0%, 's270' 87.5%, 's070' 83.3%"
+        in text
     )
 
 

@@ -460,16 +460,19 @@ def _reason(error: Exception) -> str:
 
 
 SHARE = 0.01  # share of a source's tokens that may be lost without a warning
+SHOWN = 3  # sources that a warning names
 
 
 class TokenLosses:
     """Detector of sources that lose more than ``SHARE`` of their tokens to ``Job.on_long``.
 
-    Each source is reported once, even if steps are planned again after a fault.
+    Each source is reported once, even if steps are planned again after a fault. Sources of a job
+    with hundreds of them are reported in groups.
     """
 
     def __init__(self) -> None:
         self._found: set[int] = set()
+        self._unreported: list[int] = []
 
     def newly_exceeding(self, counts: Mapping[str, np.ndarray]) -> list[int]:
         """Return the numbers of the sources that exceed ``SHARE`` now and did not before.
@@ -484,10 +487,27 @@ class TokenLosses:
         return new
 
     def warnings(self, counts: Mapping[str, np.ndarray], job: Job) -> list[str]:
-        """Return a warning for each source that ``newly_exceeding`` returns."""
+        """Return the warnings after a step: one for each source, or one for all if they are many.
+
+        Sources wait until they are a quarter of those reported before, so the number of warnings
+        grows with the logarithm of the number of sources.
+        """
+        self._unreported += self.newly_exceeding(counts)
+        reported = len(self._found) - len(self._unreported)
+        if 4 * len(self._unreported) < reported or not self._unreported:
+            return []
+        new, self._unreported = self._unreported, []
+        tokens = {i: int(counts["tokens"][i]) for i in new}
+        lost = {i: int(counts["lost_tokens"][i]) for i in new}
+        if len(new) <= SHOWN:
+            return [_warning(job, i, tokens[i], lost[i]) for i in new]
+        worst = sorted(new, key=lambda i: -share(tokens[i], lost[i]))[:SHOWN]
+        names = job.names
+        shown = ", ".join(f"{names[i]!r} {share(tokens[i], lost[i]):.1%}" for i in worst)
         return [
-            _warning(job, i, int(counts["tokens"][i]), int(counts["lost_tokens"][i]))
-            for i in self.newly_exceeding(counts)
+            f"on_long={job.on_long!r} has {_verb(job)} tokens of {len(new)} sources, largest "
+            f"shares: {shown}: documents longer than {job.document_limit:,} tokens; "
+            "on_long='split' keeps all tokens, and metrics()['sources'] has the counts"
         ]
 
 
@@ -496,10 +516,13 @@ def share(tokens: int, lost: int) -> float:
     return lost / (tokens + lost) if lost else 0.0
 
 
+def _verb(job: Job) -> str:
+    return "dropped" if job.on_long == "drop" else "cut"
+
+
 def _warning(job: Job, source: int, tokens: int, lost: int) -> str:
-    what = "dropped" if job.on_long == "drop" else "cut"
     found = (
-        f"source {job.names[source]!r}: on_long={job.on_long!r} has {what} {lost:,} of "
+        f"source {job.names[source]!r}: on_long={job.on_long!r} has {_verb(job)} {lost:,} of "
         f"{tokens + lost:,} tokens so far ({share(tokens, lost):.1%}): "
     )
     if any(name == job.names[source] for name, _ in grouped(job.sources)):

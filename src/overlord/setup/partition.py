@@ -209,7 +209,8 @@ def tokens_of(prepared: PreparedJob) -> list[float]:
 
 
 def _profile(prepared: PreparedJob, i: int) -> SourceProfile | None:
-    return None if prepared.profile is None else prepared.profile.sources.get(prepared.job.names[i])
+    known = prepared.profile
+    return None if known is None else known.sources.get(prepared.job.sources[i].name)
 
 
 def sample_tokens(prepared: PreparedJob) -> float:

@@ -175,6 +175,12 @@ class PreparedJob:
     def loaders_of(self, i: int) -> int:
         return (self.options.loaders or {}).get(self.job.sources[i].name, 1)
 
+    def _loaders_before(self, i: int) -> int:
+        """Return the number of loaders of the first ``i`` sources."""
+        if not (given := self.options.loaders):  # one loader each: hundreds of sources ask
+            return i
+        return sum(given.get(source.name, 1) for source in self.job.sources[:i])
+
     def source_spec(self, i: int) -> SourceSpec:
         source = self.job.sources[i]
         return SourceSpec(
@@ -278,7 +284,7 @@ class PreparedJob:
 
         Loaders are numbered source by source.
         """
-        n, first = self.loaders_of(i), sum(map(self.loaders_of, range(i)))
+        n, first = self.loaders_of(i), self._loaders_before(i)
         return [LoaderStart(first + k, i, k, n, cursor, self.budget_bytes) for k in range(n)]
 
     def reader_spec(self, i: int) -> ReaderSpec:
@@ -313,9 +319,7 @@ class PreparedJob:
     @property
     def budget_bytes(self) -> int:
         """The number of bytes of ready samples that one loader may hold."""
-        return max(
-            1, self.options.buffer_bytes // sum(map(self.loaders_of, range(len(self.job.sources))))
-        )
+        return max(1, self.options.buffer_bytes // self._loaders_before(len(self.job.sources)))
 
     # added sources
 

@@ -40,6 +40,8 @@ _ALL: tuple[Format, ...] = (
     FactoryFormat(),
 )
 FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
+# Formats with a file that lists the data files. A check of a protocol is slow: not once per source.
+_FILE_SETS = tuple(f for f in _ALL if isinstance(f, FileSet))
 ALIASES = {"webdataset": "tar", "json": "jsonl", "ndjson": "jsonl", "ipc": "arrow"}
 SUFFIXES = tuple(dict.fromkeys(suffix for f in FORMATS.values() for suffix in f.suffixes))
 # Suffixes that select the files of a directory if no format is given. Tables and texts next to data
@@ -63,9 +65,9 @@ def format_named(name: str, source: str) -> Format:
 def format_of(files: Sequence[File], source: str) -> Format:
     """Return the format of files by their suffixes. Raises SourceError if not all have the same."""
     first: dict[str, str] = {}
-    for format in FORMATS.values():
-        if isinstance(format, FileSet) and all(_describes(format, file) for file in files):
-            return format
+    for described in _FILE_SETS:
+        if all(_describes(described, file) for file in files):
+            return FORMATS[described.name]
     for file in files:
         name = next(
             (f.name for f in FORMATS.values() if file.path.lower().endswith(f.suffixes or ("\0",))),
