@@ -24,13 +24,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "versions.md"
 ENVS = ROOT / "build" / "python-versions"
 FOLDERS = ("tests/unit", "tests/properties")
+# Kills, journals and resumes on the runtimes of one machine: the rest needs torch or Ray, or hours.
+SCENARIOS = ("test_runtime", "test_process", "test_failover", "test_journal_resume")
 # Tests of pages and of the distribution, and all that need torch or transformers.
 PAGES = ("test_docs", "test_docs_site", "test_docs_language", "test_package")
 NEEDS = re.compile(r"\b(torch|transformers|tokenizers_made import OBJECTS)\b")
 RAY = "2.60.0"
 LIMIT_S = 7200.0
 BEGIN, END = "<!-- Python: written by make python-versions -->", "<!-- end of Python -->"
-HEAD = "| Python | tested on | unit tests and properties |\n|---|---|---|"
+HEAD = "| Python | tested on | unit tests, properties and scenarios |\n|---|---|---|"
 ROW = re.compile(r"^\| (\d+\.\d+\.\d+) \|.*\|$", re.MULTILINE)
 
 
@@ -66,7 +68,8 @@ def environment(envs: Path, python: str) -> tuple[Path, str]:
 def test_files() -> list[str]:
     """Return the files of tests that run."""
     paths = [path for folder in FOLDERS for path in sorted((ROOT / folder).glob("test_*.py"))]
-    return [
+    scenarios = [f"tests/scenarios/{name}.py" for name in SCENARIOS]
+    return scenarios + [
         str(path.relative_to(ROOT))
         for path in paths
         if path.stem not in PAGES and not NEEDS.search(path.read_text(encoding="utf-8"))
