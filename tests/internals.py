@@ -74,7 +74,7 @@ SESSION_STARTS = Seam("overlord.session.launch", "_start")
 DRILL_STRIKES = Seam("overlord.drill.run", "_strike")
 RAGGED_CHECK = Seam("overlord.transport.value_codec", "_ragged_problem")
 # registries of the process
-JOB_FILE_FUNCTIONS = Seam("overlord.jobfile.yaml_file", "_functions")
+JOB_FILE_FUNCTIONS = Seam("overlord.jobfile.functions", "_functions")
 COST_NAMES = Seam("overlord.planning.cost.models", "_REGISTERED")
 BALANCE_NAMES = Seam("overlord.planning.balance.methods", "_METHODS")
 SCHEDULE_NAMES = Seam("overlord.planning.schedule", "_registered")

@@ -77,6 +77,6 @@ def cluster() -> Iterator[Any]:
 
 
 def control() -> Any:
-    from overlord.ray.launcher import RayActorSystem
+    from overlord.ray.launcher import ray_actors
 
-    return RayActorSystem(job="tests")
+    return ray_actors(job="tests")

@@ -65,7 +65,7 @@ _HOME = {
     "Filter": "overlord.transforms.base",
     "Select": "overlord.transforms.base",
     "Meta": "overlord.transforms.base",
-    "register_function": "overlord.jobfile.yaml_file",
+    "register_function": "overlord.jobfile.functions",
     "Factory": "overlord.sources.python_objects",
     "launch": "overlord.session.launch",
     "MemoryLimits": "overlord.setup.options",
@@ -164,7 +164,7 @@ if TYPE_CHECKING:
     from overlord.job.job import Source as Source
     from overlord.job.model import Model as Model
     from overlord.job.stages import Stage as Stage
-    from overlord.jobfile.yaml_file import register_function as register_function
+    from overlord.jobfile.functions import register_function as register_function
     from overlord.mesh import Batch as Batch
     from overlord.mesh import ClientPlaceTree as ClientPlaceTree
     from overlord.mesh import Mesh as Mesh

@@ -20,7 +20,7 @@ from overlord.messages.control import Consumed
 from overlord.rpc import peers, process_launcher
 from overlord.rpc.actors import ActorHandle, ActorSystem
 from overlord.rpc.peers import RpcServer, fault_of
-from overlord.rpc.process_launcher import ProcessActorSystem
+from overlord.rpc.process_launcher import process_actors
 from overlord.rpc.timeouts import TIMEOUTS
 from tests import rays
 from tests.actors import Sent, Worker, broken, when_allowed
@@ -46,7 +46,7 @@ class Siblings(RpcServer):
     """
 
     def __init__(self) -> None:
-        self.elsewhere = ProcessActorSystem()
+        self.elsewhere = process_actors()
         super().__init__(
             end=lambda name, lease_id, why: self.elsewhere.kill(self._started[lease_id]),
             cut=lambda name, lease_id, why: None,  # its launcher reports the death
@@ -72,7 +72,7 @@ class Siblings(RpcServer):
 
 
 BACKENDS = [
-    Backend(name="process", make=ProcessActorSystem, killed="killed by signal 9"),
+    Backend(name="process", make=process_actors, killed="killed by signal 9"),
     Backend(name="siblings", make=Siblings, killed="killed by signal 9"),
     Backend(name="ray", make=rays.control, killed="killed", cluster=True),
 ]

@@ -26,7 +26,8 @@ from overlord.errors import ActorLost, DataStall, FrameError, JobError, Overlord
 from overlord.process import forkserver
 from overlord.process.forkserver import PRELOAD
 from overlord.rpc import launched_actors, process_launcher
-from overlord.rpc.process_launcher import ProcessActorSystem
+from overlord.rpc.launched_actors import LaunchedActorSystem
+from overlord.rpc.process_launcher import process_actors
 from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.codec import register
 from tests.actors import Worker, name_when_allowed
@@ -48,12 +49,12 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def control() -> Iterator[ProcessActorSystem]:
-    with ProcessActorSystem() as made:
+def control() -> Iterator[LaunchedActorSystem]:
+    with process_actors() as made:
         yield made
 
 
-def ask(control: ProcessActorSystem, handle: Any, method: str, *args: Any) -> Any:
+def ask(control: LaunchedActorSystem, handle: Any, method: str, *args: Any) -> Any:
     return control.get(control.call(handle, method, *args), SOON_S)
 
 
@@ -75,7 +76,7 @@ def descendants(pid: int) -> list[int]:
 
 HEAD = """
 import os, sys, time
-from overlord.rpc.process_launcher import ProcessActorSystem
+from overlord.rpc.process_launcher import process_actors
 from tests.actors import Worker
 """
 
@@ -129,7 +130,7 @@ class Program:
 # kills
 
 
-def test_a_killed_process_is_gone_when_kill_returns(control: ProcessActorSystem) -> None:
+def test_a_killed_process_is_gone_when_kill_returns(control: LaunchedActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     control.call(actor, "hold_the_lock")
     assert runs(actor.pid)
@@ -137,7 +138,7 @@ def test_a_killed_process_is_gone_when_kill_returns(control: ProcessActorSystem)
     assert not Path(f"/proc/{actor.pid}").exists()
 
 
-def test_a_kill_from_outside_is_told_at_once(control: ProcessActorSystem) -> None:
+def test_a_kill_from_outside_is_told_at_once(control: LaunchedActorSystem) -> None:
     """Every process involved may be suspended for longer than that, but not five times in a row."""
 
     def took() -> float:
@@ -159,21 +160,23 @@ def test_a_kill_from_outside_is_told_at_once(control: ProcessActorSystem) -> Non
     assert any(took() < TOLD_S for _ in range(5)), "no death was told within ten times its bound"
 
 
-def test_answers_given_before_the_death_still_count(control: ProcessActorSystem) -> None:
+def test_answers_given_before_the_death_still_count(control: LaunchedActorSystem) -> None:
     actor, gone = control.spawn(Worker, name="worker"), threading.Event()
+    exited = os.pidfd_open(actor.pid or 0)
     control.call(actor, "echo", 1).add_done_callback(
         lambda _: gone.wait(SOON_S)
     )  # the reading thread is late
     futures = [control.call(actor, "zeros", 40_000) for _ in range(3)]
     last = control.call(actor, "leave", 0)
-    assert select.select([actor.record.process.sentinel], [], [], SOON_S)[0], "it has not left"
+    assert select.select([exited], [], [], SOON_S)[0], "it has not left"
+    os.close(exited)
     gone.set()
     with pytest.raises(ActorLost, match="exit code 0"):
         control.get(last, SOON_S)
     assert [len(f.result(0)) for f in futures] == [40_000] * 3
 
 
-def test_a_kill_before_the_start_is_just_that(control: ProcessActorSystem) -> None:
+def test_a_kill_before_the_start_is_just_that(control: LaunchedActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     os.kill(actor.pid, signal.SIGKILL)
     with pytest.raises(ActorLost) as caught:
@@ -186,11 +189,11 @@ def test_a_stopped_actor_blocks_no_caller_and_can_be_killed(
 ) -> None:
     monkeypatch.setattr(launched_actors, "MAX_WAITING_BYTES", 2**25)
     monkeypatch.setattr(launched_actors, "SHARED_BYTES", 2**20)
-    with ProcessActorSystem() as control:
+    with process_actors() as control:
         stop_one_and_kill_it(control)
 
 
-def stop_one_and_kill_it(control: ProcessActorSystem) -> None:
+def stop_one_and_kill_it(control: LaunchedActorSystem) -> None:
     actor, other = control.spawn(Worker, name="stopped"), control.spawn(Worker, name="other")
     ask(control, actor, "echo", 1)
     halt(actor.pid)
@@ -205,7 +208,7 @@ def stop_one_and_kill_it(control: ProcessActorSystem) -> None:
     assert all(isinstance(f.exception(0), ActorLost) for f in futures)
 
 
-def test_a_slow_actor_gets_everything_in_the_end(control: ProcessActorSystem) -> None:
+def test_a_slow_actor_gets_everything_in_the_end(control: LaunchedActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     ask(control, actor, "echo", 1)
     halt(actor.pid)
@@ -214,14 +217,16 @@ def test_a_slow_actor_gets_everything_in_the_end(control: ProcessActorSystem) ->
     assert [control.get(f, SOON_S) for f in futures] == [i * 2**20 for i in range(10)]
 
 
-def test_an_actor_that_sends_no_frames_is_ended(control: ProcessActorSystem) -> None:
+def test_an_actor_that_sends_no_frames_is_ended(control: LaunchedActorSystem) -> None:
     actor = control.spawn(Babbler, name="babbler")
     with pytest.raises(ActorLost, match="it sent invalid data and was killed: "):
         ask(control, actor, "babble")
     assert left_after([actor.pid], SOON_S) == []
 
 
-def test_an_actor_that_sends_no_frames_from_the_start_is_ended(control: ProcessActorSystem) -> None:
+def test_an_actor_that_sends_no_frames_from_the_start_is_ended(
+    control: LaunchedActorSystem,
+) -> None:
     """Its first data arrives in one read with the notice that it has started."""
     actors = [control.spawn(EarlyBabbler, name=f"early/{i}") for i in range(4)]
     for actor in actors:
@@ -247,7 +252,7 @@ class Babbler:
         babble()
 
 
-def test_an_actor_that_does_not_leave_is_killed(control: ProcessActorSystem) -> None:
+def test_an_actor_that_does_not_leave_is_killed(control: LaunchedActorSystem) -> None:
     actors = [
         control.spawn(Worker, name="busy"),
         control.spawn(Worker, "never", name="never closed"),
@@ -263,7 +268,7 @@ def test_an_actor_that_does_not_leave_is_killed(control: ProcessActorSystem) -> 
 
 
 def test_a_header_too_large_for_a_frame_is_an_error_of_its_call_alone(
-    control: ProcessActorSystem,
+    control: LaunchedActorSystem,
 ) -> None:
     actor = control.spawn(Worker, name="worker")
     with pytest.raises(FrameError, match="bytes of header"):
@@ -278,7 +283,7 @@ class OnlyHere(NamedTuple):
 
 
 def test_a_record_that_one_side_does_not_know_is_an_error_of_its_call_alone(
-    control: ProcessActorSystem,
+    control: LaunchedActorSystem,
 ) -> None:
     register(OnlyHere)
     actor = control.spawn(Worker, name="worker")
@@ -292,7 +297,7 @@ def test_a_record_that_one_side_does_not_know_is_an_error_of_its_call_alone(
 # leftovers
 
 
-def test_a_hundred_actors_leave_no_open_file_and_no_thread(control: ProcessActorSystem) -> None:
+def test_a_hundred_actors_leave_no_open_file_and_no_thread(control: LaunchedActorSystem) -> None:
     def one(i: int) -> None:
         actor = control.spawn(Worker, name=f"{i}")
         if i % 2:
@@ -311,7 +316,7 @@ def test_a_hundred_actors_leave_no_open_file_and_no_thread(control: ProcessActor
 
 def test_a_control_plane_leaves_no_open_file() -> None:
     def one() -> None:
-        with ProcessActorSystem() as control:
+        with process_actors() as control:
             control.spawn(Worker, name="worker")
             with pytest.raises(JobError):
                 control.spawn(Worker, threading.Lock(), name="cannot be sent")
@@ -328,7 +333,7 @@ def test_a_control_plane_leaves_no_open_file() -> None:
 
 
 FAMILY = """
-    control = ProcessActorSystem()
+    control = process_actors()
     names = ("idle", "busy", "locked", "starting", "parent", "busy parent")
     family = [control.spawn(Worker, name=n) for n in names]
     for actor in family[:3]:
@@ -374,7 +379,7 @@ def test_ctrl_c_ends_everything_within_a_second(tmp_path: Path, scoped: bool) ->
     body = FAMILY + "    time.sleep(100)"
     if scoped:
         body = body.replace(
-            "control = ProcessActorSystem()", "with ProcessActorSystem() as control:"
+            "control = process_actors()", "with process_actors() as control:"
         ).replace("\n    ", "\n        ")
         body = body.replace("\n        with", "\n    with")
     with Program(tmp_path / "program.py", body) as program:
@@ -389,7 +394,7 @@ def test_ctrl_c_ends_everything_within_a_second(tmp_path: Path, scoped: bool) ->
         assert left_after(program.pids, GONE_S) == []
 
 
-def test_a_grandchild_ends_with_an_actor_that_is_killed(control: ProcessActorSystem) -> None:
+def test_a_grandchild_ends_with_an_actor_that_is_killed(control: LaunchedActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     child, _ = ask(control, actor, "transforms")
     ask(control, actor, "transform_for_ever")
@@ -397,7 +402,7 @@ def test_a_grandchild_ends_with_an_actor_that_is_killed(control: ProcessActorSys
     assert left_after([child], GONE_S) == []
 
 
-def test_processes_of_an_actor_come_from_the_one_fork_server(control: ProcessActorSystem) -> None:
+def test_processes_of_an_actor_come_from_the_one_fork_server(control: LaunchedActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     _, server = ask(control, actor, "transforms")
     assert server == int(Path(f"/proc/{actor.pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
@@ -407,7 +412,7 @@ def test_a_forked_copy_of_the_program_neither_calls_nor_kills_nor_keeps_actors(
     tmp_path: Path,
 ) -> None:
     body = """
-    control = ProcessActorSystem()
+    control = process_actors()
     actor = control.spawn(Worker, name="worker")
     control.call(actor, "echo", 1).result(20)
     copy = os.fork()
@@ -444,7 +449,7 @@ def test_a_forked_copy_of_the_program_neither_calls_nor_kills_nor_keeps_actors(
 # starts
 
 
-def test_a_factory_that_cannot_be_sent_says_what_to_do(control: ProcessActorSystem) -> None:
+def test_a_factory_that_cannot_be_sent_says_what_to_do(control: LaunchedActorSystem) -> None:
     lock = threading.Lock()
     with pytest.raises(
         JobError, match=r"actor 'worker': \[0\] variable 'lock': an object of _thread.lock cannot"
@@ -456,7 +461,7 @@ def test_a_factory_that_cannot_be_sent_says_what_to_do(control: ProcessActorSyst
 
 
 def test_a_factory_that_the_process_cannot_find_is_reported(
-    control: ProcessActorSystem, monkeypatch: pytest.MonkeyPatch
+    control: LaunchedActorSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = type(sys)("only_here")
     exec("class Lost:\n    pass", module.__dict__)
@@ -467,7 +472,7 @@ def test_a_factory_that_the_process_cannot_find_is_reported(
 
 
 def test_a_process_that_cannot_connect_is_reported_with_its_error_output(
-    control: ProcessActorSystem, caplog: pytest.LogCaptureFixture
+    control: LaunchedActorSystem, caplog: pytest.LogCaptureFixture
 ) -> None:
     control.address = "overlord://127.0.0.1:1/nowhere"
     with pytest.raises(
@@ -488,7 +493,7 @@ class LastWord(str):
 
 
 def test_a_crash_before_the_start_is_reported_with_the_error_output(
-    control: ProcessActorSystem,
+    control: LaunchedActorSystem,
 ) -> None:
     with pytest.raises(ActorLost) as caught:
         ask(control, control.spawn(Worker, name=LastWord("worker")), "echo", 1)
@@ -499,7 +504,7 @@ def test_a_crash_before_the_start_is_reported_with_the_error_output(
 
 def test_error_output_goes_where_it_went_once_an_actor_has_started(tmp_path: Path) -> None:
     body = """
-        control = ProcessActorSystem()
+        control = process_actors()
         actor = control.spawn(Worker, name="worker")
         control.call(actor, "complain", "a word").result(20)
         print("done", flush=True)
@@ -518,7 +523,7 @@ class Late(str):
 
 
 def test_a_wait_for_an_actor_that_has_not_started_says_so(
-    control: ProcessActorSystem, tmp_path: Path
+    control: LaunchedActorSystem, tmp_path: Path
 ) -> None:
     name = Late("worker")
     name.path = tmp_path / "go"
@@ -540,7 +545,7 @@ def test_actors_do_not_import_the_main_file_of_a_program_that_sends_nothing_of_i
     """It may have no guard, and it may import torch."""
     body = """
         import colorsys
-        control = ProcessActorSystem()
+        control = process_actors()
         actor = control.spawn(Worker, name="worker")
         echo, has = control.call(actor, "echo", 1), control.call(actor, "has", "colorsys")
         print(echo.result(20), has.result(20), flush=True)
@@ -557,7 +562,7 @@ def test_a_class_of_a_program_without_a_guard_crosses_by_value(tmp_path: Path) -
         class Mine(Worker):
             def echo(self, value):
                 return super().echo(value) + 1
-        control = ProcessActorSystem()
+        control = process_actors()
         actor = control.spawn(Mine, name="worker")
         print(control.call(actor, "echo", 1).result(20), flush=True)
     """
@@ -567,7 +572,7 @@ def test_a_class_of_a_program_without_a_guard_crosses_by_value(tmp_path: Path) -
 
 
 def test_an_actor_has_the_environment_of_now(
-    control: ProcessActorSystem, monkeypatch: pytest.MonkeyPatch
+    control: LaunchedActorSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OVERLORD_TEST_OF_CONTROL", "first")
     first = control.spawn(Worker, name="first")
@@ -593,7 +598,7 @@ def test_what_the_fork_server_loads_starts_no_thread() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_shutdown_from_a_callback_is_refused(control: ProcessActorSystem) -> None:
+def test_shutdown_from_a_callback_is_refused(control: LaunchedActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     faults: list[BaseException] = []
     done = threading.Event()
@@ -611,7 +616,7 @@ def test_shutdown_from_a_callback_is_refused(control: ProcessActorSystem) -> Non
     assert "call it from another thread" in str(faults[0])
 
 
-def test_the_socket_is_not_passed_on_to_other_processes(control: ProcessActorSystem) -> None:
+def test_the_socket_is_not_passed_on_to_other_processes(control: LaunchedActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     ask(control, actor, "echo", 1)
     assert not socket_to_actor(actor).get_inheritable()

@@ -372,7 +372,7 @@ JOINS = """
     from overlord.ray import cluster as ray_cluster
     from overlord.ray import connection as ray_connection
     from overlord.cli import detached_jobs as ray_jobs
-    from overlord.ray.launcher import RayActorSystem
+    from overlord.ray.launcher import ray_actors
     from tests.processes import halt
     from tests.scenarios.test_process import job
     from tests.scenarios.test_ray import Crashes
@@ -421,13 +421,13 @@ JOINS = """
         before, said = dict(os.environ), []
         logging.getLogger("overlord").addFilter(lambda record: said.append(record.getMessage()))
         with ray_cluster.cluster(open_one.address):
-            with RayActorSystem(open_one.address) as control:
+            with ray_actors(open_one.address) as control:
                 actor = control.spawn(dict, name="actor")
                 print(control.address, control.get(control.call(actor, "copy"), 60.0), flush=True)
                 crashes = control.spawn(Crashes, name="crashes")
                 print(control.call(crashes, "end").exception(60.0), flush=True)
             os.environ["OVERLORD_INTERFACE"] = "127.0.0.3"
-            with RayActorSystem(open_one.address) as control:
+            with ray_actors(open_one.address) as control:
                 print(control.address, flush=True)
             del os.environ["OVERLORD_INTERFACE"]
         print(said, os.environ == before, flush=True)

@@ -112,7 +112,7 @@ PLACES = """
             print(runtime_of(session).actor_system.asked(), flush=True)
             logging.getLogger("overlord").addHandler(logging.StreamHandler(sys.stdout))
             ray_control.TIMEOUTS = replace(ray_control.TIMEOUTS, process_s=1.0)
-            with ray_control.RayActorSystem(
+            with ray_control.ray_actors(
                 cluster.address
             ) as control:  # what was idle is taken between the look and the start
                 late = control.spawn(

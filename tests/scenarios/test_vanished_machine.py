@@ -21,8 +21,9 @@ from overlord.cluster.launcher import Launcher
 from overlord.errors import ActorLost
 from overlord.rpc import peers
 from overlord.rpc.actors import ActorHandle
+from overlord.rpc.launched_actors import LaunchedActorSystem
 from overlord.rpc.peers import RpcServer
-from overlord.rpc.process_launcher import ProcessActorSystem
+from overlord.rpc.process_launcher import process_actors
 from overlord.session.cluster_runtime import ClusterRuntime
 from tests.actors import Sent, Worker
 from tests.internals import launcher_of, lease_id_of, runtime_of
@@ -56,8 +57,8 @@ def alone() -> Played:
 
 
 @pytest.fixture
-def elsewhere() -> Iterator[ProcessActorSystem]:
-    with ProcessActorSystem() as control:
+def elsewhere() -> Iterator[LaunchedActorSystem]:
+    with process_actors() as control:
         yield control
 
 
@@ -67,7 +68,7 @@ def here() -> Iterator[RpcServer]:
         yield made
 
 
-def sent(elsewhere: ProcessActorSystem, here: RpcServer) -> tuple[ActorHandle, int]:
+def sent(elsewhere: LaunchedActorSystem, here: RpcServer) -> tuple[ActorHandle, int]:
     """Return a worker that was started elsewhere and connected here, and its lease id."""
     there = elsewhere.spawn(Sent, "worker", Worker, (), name="worker")
     handle, ticket = here.expect("worker")
@@ -77,7 +78,7 @@ def sent(elsewhere: ProcessActorSystem, here: RpcServer) -> tuple[ActorHandle, i
 
 
 def test_one_that_is_said_to_have_died_is_lost_though_its_link_never_ends(
-    elsewhere: ProcessActorSystem, here: RpcServer
+    elsewhere: LaunchedActorSystem, here: RpcServer
 ) -> None:
     """A suspended process sends nothing, like a lost machine."""
     handle, ticket = sent(elsewhere, here)
@@ -96,7 +97,7 @@ def test_one_that_is_said_to_have_died_is_lost_though_its_link_never_ends(
 
 
 def test_what_is_on_its_way_is_heard_when_its_sender_is_said_to_have_died(
-    elsewhere: ProcessActorSystem, here: RpcServer, monkeypatch: pytest.MonkeyPatch
+    elsewhere: LaunchedActorSystem, here: RpcServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handle, ticket = sent(elsewhere, here)
     assert handle.pid is not None

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import overlord as ov
 from overlord.errors import JobError
 from overlord.job.job import DRAWS, MIX_EVERY, ON_LONG, SYNCS, WORKERS, Job, Source
-from overlord.jobfile.yaml_file import read_job, register_function, write_job
+from overlord.jobfile.functions import register_function
+from overlord.jobfile.yaml_file import read_job, write_job
 from overlord.mesh import CP_SPLITS, LABELS, LAYOUTS, Batch, ClientPlaceTree
 from overlord.planning.strategies import STRATEGIES
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens

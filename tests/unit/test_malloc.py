@@ -34,7 +34,7 @@ from overlord.process.resources import (
     limit_arenas,
 )
 from overlord.rpc.peers import RpcServer
-from overlord.rpc.process_launcher import ProcessActorSystem
+from overlord.rpc.process_launcher import process_actors
 from overlord.sources.tables import arrow_of, numpy_of
 from overlord.transport.connection import open_connection
 from tests.corpus import write_rows
@@ -130,7 +130,7 @@ class Pool:
 
 
 def test_workers_let_arrow_use_the_c_library_without_a_trace_in_their_environment() -> None:
-    with ProcessActorSystem() as control:
+    with process_actors() as control:
         found = control.get(control.call(control.spawn(Pool, name="pool"), "backend"), 30.0)
     assert found == ["system", None]
 
@@ -180,7 +180,7 @@ def test_no_thread_of_a_worker_process_shares_an_arena(monkeypatch: pytest.Monke
     """
     for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
-    with ProcessActorSystem() as control:
+    with process_actors() as control:
         assert (
             control.get(control.call(control.spawn(Arenas, name="arenas"), "shared", 4), 30.0) == []
         )

@@ -78,7 +78,7 @@ def plan(
         from dataclasses import replace
 
         from overlord.cli.plan_step import parse_place, planned
-        from overlord.jobfile.yaml_file import strategy_named
+        from overlord.jobfile.functions import strategy_named
         from overlord.observe.documents import plan_document
         from overlord.observe.progress_bars import progress_bars
         from overlord.observe.tables import plan_view

@@ -34,6 +34,8 @@ from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.options import Options
 from overlord.setup.prepared_job import PreparedJob
 
+MAX_EVENTS = 10_000_000  # after which a run counts as blocked
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delays:
@@ -162,21 +164,23 @@ class Run:
     feedback: dict[str, int]  # numbers of received, used, late and pending reports
 
 
-class _Simulation:
+class VirtualRun:
     """One simulated run: the local runtime, simulated trainers, and an event queue."""
 
     def __init__(
         self,
         prepared: PreparedJob,
-        resume: dict[str, Any] | None,
+        resume: dict[str, Any] | None = None,
         *,
-        seed: int,
-        steps: int | None,
-        delays: Delays,
-        ranks: Sequence[int] | None,
-        report: Trainer | None,
-        save: bool,
+        seed: int = 0,
+        steps: int | None = None,
+        delays: Delays | None = None,
+        ranks: Sequence[int] | None = None,
+        report: Trainer | None = None,
+        save: bool = False,
     ):
+        """See ``simulate``. The run owns ``prepared``, which ``close`` closes."""
+        delays = delays or Delays()
         self._prepared = prepared if resume is None else prepared.for_saved_state(resume)
         self._steps, self._delays, self._report, self._save = steps, delays, report, save
         self._executor = VirtualExecutor(seed, delays)
@@ -216,7 +220,7 @@ class _Simulation:
             else event
         )
 
-    def run(self, max_events: int) -> None:
+    def run(self, max_events: int = MAX_EVENTS) -> None:
         """Execute events until every rank has its steps, or the job has ended.
 
         Raise ``DataStall`` if no event is left, or after ``max_events``.
@@ -317,7 +321,7 @@ def simulate(
     events: Sequence[SetMixture | Skip | Add | Moved] = (),
     report: Trainer | None = None,
     save: bool = False,
-    max_events: int = 10_000_000,
+    max_events: int = MAX_EVENTS,
     **options: Any,
 ) -> Run:
     """Run a job on a virtual clock until it ends, or until every rank has taken ``steps`` steps.
@@ -329,9 +333,8 @@ def simulate(
     reports that the state may lack. ``save``: keep the state after every step, as a checkpoint
     does. Raise ``DataStall`` if the run blocks; an error of the job is in ``Run.error``.
     """
-    prepared, delays = PreparedJob(job, Options.of(options)), delays or Delays()
-    run = _Simulation(
-        prepared,
+    run = VirtualRun(
+        PreparedJob(job, Options.of(options)),
         resume,
         seed=seed,
         steps=steps,

@@ -14,6 +14,7 @@ from typing import Any
 from overlord.batch_ramp import Ramp
 from overlord.checks import describe_error, did_you_mean
 from overlord.errors import JobError
+from overlord.jobfile.yaml_scalars import short_repr
 from overlord.planning.schedule import BUILT_IN, Registered, factories, make
 from overlord.planning.schedule.base import Base, Constant, Feedback, is_real
 
@@ -126,8 +127,3 @@ def write_mixture(mixture: Any, at: str, problems: list[str]) -> Any:
         "ov.register_schedule"
     )
     return None
-
-
-def short_repr(value: Any) -> str:
-    """Return the repr of a value, cut to 80 characters."""
-    return text if len(text := repr(value)) <= 80 else text[:77] + "..."

@@ -11,13 +11,8 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from overlord.job.stages import Stage
-from overlord.jobfile.mixture import (
-    invalid_schedule,
-    is_schedule,
-    read_mixture,
-    short_repr,
-    write_mixture,
-)
+from overlord.jobfile.mixture import invalid_schedule, is_schedule, read_mixture, write_mixture
+from overlord.jobfile.yaml_scalars import short_repr
 from overlord.mesh import SIZES, Batch
 
 # (class, plain, at, **given): an object from the mapping at key ``at``; None: it is invalid

@@ -19,6 +19,13 @@ from overlord.checks import did_you_mean
 from overlord.errors import JobError
 from overlord.job.job import Job, Source
 from overlord.job.model import Model
+from overlord.jobfile.functions import (
+    REGISTER,
+    qualified_name,
+    registered_function,
+    registered_names,
+    strategy_named,
+)
 from overlord.jobfile.mixture import invalid_schedule, read_mixture, write_mixture
 from overlord.jobfile.stages import (
     changed_fields,
@@ -27,9 +34,8 @@ from overlord.jobfile.stages import (
     write_batch,
     write_stages,
 )
-from overlord.jobfile.yaml_scalars import Dumper, Loader
+from overlord.jobfile.yaml_scalars import Dumper, Loader, short_repr
 from overlord.mesh import Batch, ClientPlaceTree
-from overlord.planning.strategies import STRATEGIES
 from overlord.transforms.base import Filter, Map, Meta, Select, Tokens
 from overlord.transforms.chat import TEMPLATE_SUFFIX, Chat
 from overlord.transforms.document_groups import GROUPED, Group, Pair
@@ -39,11 +45,6 @@ from overlord.transforms.tokenize import Tokenize
 from overlord.transforms.tokenizer_content import is_name
 from overlord.uris import is_uri, uri_problems
 
-REGISTER = (
-    "call ov.register_function before the file is read; on the command line, in a module "
-    "named by --import"
-)
-_functions: dict[str, Callable[..., Any]] = {}
 _TRANSFORMS: dict[str, Any] = {
     "tokenize": Tokenize,
     "chat": Chat,
@@ -57,54 +58,6 @@ _TRANSFORMS: dict[str, Any] = {
     "pair": Pair,
     "group": Group,
 }
-
-
-def register_function(name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Register a function for job files, as in ``{map: {fn: name}}``, and return it.
-
-    A strategy is named directly, as in ``strategy: name``; its name differs from those of
-    ``ov.strategy``. A name can be registered again only for a function of the same module and name,
-    such as an edited one.
-    """
-    if not isinstance(name, str) or not name or not callable(fn):
-        raise JobError(
-            [f"expected a name and a function, got {name!r} and {fn!r}"], "register_function"
-        )
-    known = _functions.get(name)
-    if known is not None and _qualified_name(known) != _qualified_name(fn):
-        raise JobError(
-            [
-                f"name: expected an unused name, got {name!r} of {_qualified_name(known)}; "
-                "choose another name"
-            ],
-            "register_function",
-        )
-    _functions[name] = fn
-    return fn
-
-
-def strategy_named(name: Any) -> str | Callable[..., Any]:
-    """Return the name of a strategy of ``ov.strategy``, or the function registered under it.
-
-    Raise ``JobError`` for any other value, and for a name that both have.
-    """
-    if not isinstance(name, str):
-        raise JobError([f"strategy: expected the name of a strategy, got {_short_repr(name)}"])
-    fn = _functions.get(name)
-    if name not in STRATEGIES:
-        if fn is not None:
-            return fn
-        hint = did_you_mean(name, [*STRATEGIES, *_functions])
-        problem = f"strategy: expected a known strategy, got {name!r}{hint}"
-        raise JobError([f"{problem}; for a strategy of your own, {REGISTER}"])
-    if fn is not None and fn is not STRATEGIES[name]:
-        raise JobError(
-            [
-                f"strategy: expected one strategy of the name {name!r}, got ov.strategy.{name} "
-                f"and the registered {_qualified_name(fn)}; register yours under another name"
-            ]
-        )
-    return name
 
 
 def read_job(path: str | Path) -> Job:
@@ -188,7 +141,7 @@ class _Reader:
         if not isinstance(plain, dict):
             if not self.problems:
                 self.problems.append(
-                    f"expected a mapping with name, sources and batch, got {_short_repr(plain)}"
+                    f"expected a mapping with name, sources and batch, got {short_repr(plain)}"
                 )
             return None
         known = self._known(plain, Job, "")
@@ -278,7 +231,7 @@ class _Reader:
         ``plain``.
         """
         if not isinstance(plain, dict):
-            self.problems.append(f"{at}: expected a mapping, got {_short_repr(plain)}")
+            self.problems.append(f"{at}: expected a mapping, got {short_repr(plain)}")
             return None
         before = len(self.problems)
         values = self._known({**plain, **given}, cls, at)
@@ -302,7 +255,7 @@ class _Reader:
             example = "as in {web: {uri: 'data/web/*.parquet'}}"
             self.problems.append(
                 "sources: expected a list or a mapping with at least one source, got "
-                f"{_short_repr(plain)}; add one, {example}"
+                f"{short_repr(plain)}; add one, {example}"
             )
             return []
         return [self._source(at, name, entry) for at, name, entry in entries]
@@ -320,7 +273,7 @@ class _Reader:
                     given[key] = self._transforms(plain[key], f"{at}.{key}")
                 elif key in plain:
                     self.problems.append(
-                        f"{at}.{key}: expected a list, got {_short_repr(plain[key])}"
+                        f"{at}.{key}: expected a list, got {short_repr(plain[key])}"
                     )
                     given[key] = ()
             if "path" in plain:  # a frequent mistake: report it, and check the value as uri
@@ -346,7 +299,7 @@ class _Reader:
         if isinstance(path, list) and path and all(isinstance(p, str) and p for p in path):
             return [self._path(p) for p in path]
         self.problems.append(
-            f"{at}.uri: expected a path or a list of paths, got {_short_repr(path)}"
+            f"{at}.uri: expected a path or a list of paths, got {short_repr(path)}"
         )
         return "?"
 
@@ -388,7 +341,7 @@ class _Reader:
         if not isinstance(plain, dict) or len(plain) != 1:
             self.problems.append(
                 f"{at}: expected one of {', '.join(_TRANSFORMS)} with its fields, got "
-                f"{_short_repr(plain)}"
+                f"{short_repr(plain)}"
             )
             return None
         kind, body = next(iter(plain.items()))
@@ -404,7 +357,7 @@ class _Reader:
         if not isinstance(body, dict):
             first = {"images": "placeholder"}.get(kind, fields(cls)[0].name)
             self.problems.append(
-                f"{at}: expected its fields, as in {{{first}: ...}}, got {_short_repr(body)}"
+                f"{at}: expected its fields, as in {{{first}: ...}}, got {short_repr(body)}"
             )
             return None
         given: dict[str, Any] = {}
@@ -423,7 +376,7 @@ class _Reader:
 
     def _select(self, body: Any, at: str) -> Select | None:
         if not isinstance(body, list):
-            self.problems.append(f"{at}: expected a list of columns, got {_short_repr(body)}")
+            self.problems.append(f"{at}: expected a list of columns, got {short_repr(body)}")
             return None
         try:
             return Select(*body)
@@ -454,11 +407,12 @@ class _Reader:
             return "vanilla"
 
     def _function(self, name: Any, at: str) -> Callable[..., Any]:
-        if isinstance(name, str) and name in _functions:
-            return _functions[name]
-        known = f"known: {', '.join(sorted(_functions))}" if _functions else "none is registered"
+        if (fn := registered_function(name)) is not None:
+            return fn
+        names = registered_names()
+        known = f"known: {', '.join(names)}" if names else "none is registered"
         self.problems.append(
-            f"{at}: expected a registered function ({known}), got {_short_repr(name)}; {REGISTER}"
+            f"{at}: expected a registered function ({known}), got {short_repr(name)}; {REGISTER}"
         )
         return _missing
 
@@ -493,15 +447,6 @@ def _yaml_error(fault: Exception) -> str:
     texts = (getattr(fault, "context", None), getattr(fault, "problem", None))
     text = ", ".join(text for text in texts if text)
     return f"{text} (line {mark.line + 1}, column {mark.column + 1})"
-
-
-def _short_repr(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _qualified_name(fn: Any) -> str:
-    return f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', type(fn).__qualname__)}"
 
 
 class _Writer:
@@ -541,7 +486,7 @@ class _Writer:
             elif callable(value) or name == "hooks":
                 self.problems.append(
                     f"{name}: expected a value that a file can hold, got the code "
-                    f"{_short_repr(value)}; set it in Python"
+                    f"{short_repr(value)}; set it in Python"
                 )
             plain[name] = value
         return plain
@@ -555,7 +500,7 @@ class _Writer:
             plain["uri"] = text if isinstance(source.uri, (list, tuple)) else text[0]
         else:
             self.problems.append(
-                f"{at}.uri: expected files, got the Python object {_short_repr(source.uri)}; write "
+                f"{at}.uri: expected files, got the Python object {short_repr(source.uri)}; write "
                 "its rows to files"
             )
         if "weight" in plain:
@@ -571,7 +516,7 @@ class _Writer:
     def _transform(self, t: Any, at: str) -> dict[str, Any]:
         if type(t) not in _TRANSFORMS.values():
             self.problems.append(
-                f"{at}: expected a transform of this package, got {_short_repr(t)}; use ov.Map "
+                f"{at}: expected a transform of this package, got {short_repr(t)}; use ov.Map "
                 "with a registered function"
             )
             return {}
@@ -605,11 +550,11 @@ class _Writer:
         return "?"
 
     def _name_of(self, fn: Any, at: str) -> str:
-        for name in sorted(_functions):
-            if _functions[name] is fn:
+        for name in registered_names():
+            if registered_function(name) is fn:
                 return name
         self.problems.append(
-            f"{at}: expected a registered function, got {_qualified_name(fn)}; call "
+            f"{at}: expected a registered function, got {qualified_name(fn)}; call "
             "ov.register_function first"
         )
         return "?"

@@ -1,4 +1,4 @@
-"""YAML of job files: plain scalars as in YAML 1.2, and a report of duplicate keys."""
+"""YAML of job files: plain scalars as in YAML 1.2, duplicate keys, and values as text."""
 
 from __future__ import annotations
 
@@ -55,3 +55,9 @@ for _cls in (Loader, Dumper):
     for _tag, _pattern, _first in _SCALARS:
         _letters = ["" if letter == "\0" else letter for letter in _first]
         _cls.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), _letters)
+
+
+def short_repr(value: Any) -> str:
+    """Return the repr of a value for an error, cut to 80 characters; "nothing" for None."""
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

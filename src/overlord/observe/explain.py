@@ -309,7 +309,8 @@ def refuse_no_row(found: Explanation) -> None:
     start, counted = around
 
     def at(row: int) -> str:
-        return str(parse_id(found.sample)._replace(row=row))
+        given = parse_id(found.sample)
+        return str(SampleId(given.source, given.epoch, given.file, row, given.part))
 
     remedy = f"the id of the line with this byte is {at(start)}"
     if counted is not None:

@@ -27,7 +27,7 @@ from overlord.messages.data import DecodeFailures
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.draw import Drawer
 from overlord.planning.mixture import Feedback, Schedule, in_order, lost_sources, with_added_sources
-from overlord.planning.stream import BadRow, SourceStream
+from overlord.planning.stream import BadRow, RowLocations, SourceStream
 from overlord.sample import Buffer
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ class SourceSpec:
             epochs=self.epochs,
             max_bad=self.max_bad,
             cursor=cursor,
-            files=self.files,
-            row_unit=self.row_unit,
+            rows=RowLocations(self.files, self.row_unit),
             last_groups=self.last_groups,
         )
 

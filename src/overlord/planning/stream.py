@@ -71,6 +71,21 @@ class StreamPiece(NamedTuple):
 BadRow = tuple[int, int, int, str]  # epoch, file, row, reason
 
 
+@dataclass(frozen=True, slots=True)
+class RowLocations:
+    """The locations of a source's rows, as errors name them."""
+
+    files: Sequence[str] = ()
+    unit: str = "row"  # of row numbers: "row", or "byte" for offsets
+
+    def path(self, file: int) -> str:
+        """Return the path of a file, or its number if the path is not known."""
+        return self.files[file] if file < len(self.files) else f"file {file}"
+
+
+UNNAMED = RowLocations()
+
+
 class SourceStream:
     """The front of one source's stream, a pure object: it turns announcements into samples."""
 
@@ -83,12 +98,11 @@ class SourceStream:
         epochs: int | None,
         max_bad: int,
         cursor: Cursor,
-        files: Sequence[str] = (),
-        row_unit: str = "row",
+        rows: RowLocations = UNNAMED,
         last_groups: int | None = None,
     ):
         """``last_groups``: the groups of the last epoch, if it ends early."""
-        self._files, self._row_unit = files, row_unit  # for errors
+        self._rows = rows
         self._last_groups = last_groups
         self.name, self._n_loaders, self._n_groups, self._epochs, self._max_bad = (
             name,
@@ -283,7 +297,7 @@ class SourceStream:
         if not len(bad_at):
             self._bad_run = self._bad_run if not len(found) else 0
             return None
-        unit = self._row_unit
+        unit = self._rows.unit
         self._last_bad = f"; the last: {unit} {int(found.bad_row[-1])}: {found.bad_reason[-1]}"
         previous = 0
         for j, goods in enumerate(bad_at.tolist()):
@@ -295,7 +309,7 @@ class SourceStream:
                     self.name,
                     f"{self._bad_run} consecutive rows could not be used; the last: {unit} "
                     f"{row}: {found.bad_reason[j]}",
-                    self._files[file] if file < len(self._files) else f"file {file}",
+                    self._rows.path(file),
                     remedy="correct the source (overlord inspect shows it), filter these rows, or "
                     f"raise max_bad{_tokenize(self._last_bad)}",
                     byte=row if unit == "byte" else -1,

@@ -10,13 +10,14 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Event, Lock
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from overlord.checks import did_you_mean
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
 from overlord.process.shutdown import CloseOnce, Steps
+from overlord.rpc.inbound import InboundConnection
 from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.codec import decode, encode
 from overlord.transport.frame import check_size
@@ -236,11 +237,12 @@ class ActorSystem(Protocol):
 class ActorRecord:
     """The state of one actor in its actor system: pending calls, and the reason of its end.
 
-    Runs on: any thread.
+    ``owner`` identifies the actor system. Runs on: any thread.
     """
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, owner: object = None):
+        self.name, self.owner = name, owner
+        self.inbound = InboundConnection(name)
         self.handle: ActorHandle | None = None  # None while it is being started
         self.reason: str | None = None  # why it ended; None while it runs
         self.fault: BaseException | None = None  # the exception of its factory
@@ -314,10 +316,7 @@ class ActorRecord:
         return self.fault if self.fault is not None else ActorLost(self.name, self.reason or "")
 
 
-R = TypeVar("R", bound=ActorRecord)
-
-SendCall = Callable[[R, int, bytes, list[np.ndarray]], None]  # passes a call on without waiting
-StartActor = Callable[[R, Callable[..., Any], tuple[Any, ...]], ActorHandle]
+StartActor = Callable[[ActorRecord, Callable[..., Any], tuple[Any, ...]], ActorHandle]
 PlaceActor = Callable[[str, Mapping[str, float], Somewhere], Any]
 
 
@@ -333,23 +332,16 @@ def this_machine_only(name: str, resources: Mapping[str, float], node: Somewhere
         )
 
 
-class BaseActorSystem(Generic[R]):
+class BaseActorSystem:
     """The common code of all backends: names, calls and waits.
 
-    A backend passes its record class and functions that send a call, start an actor and place an
-    actor. It adds ``kill`` and ``shutdown``.
+    A backend passes functions that start and place an actor. It adds ``kill`` and ``shutdown``.
     """
 
-    def __init__(
-        self,
-        kind: type[R],
-        *,
-        send: SendCall[R],
-        start: StartActor[R],
-        place: PlaceActor = this_machine_only,
-    ) -> None:
-        self._kind, self._send, self._start, self._place = kind, send, start, place
-        self._names: dict[str, R] = {}
+    def __init__(self, *, start: StartActor, place: PlaceActor = this_machine_only) -> None:
+        self._start, self._place = start, place
+        self._owner = object()  # identifies the records of this actor system
+        self._names: dict[str, ActorRecord] = {}
         self._names_lock = Lock()
         self._closed = False
         self._ending = CloseOnce()
@@ -368,7 +360,7 @@ class BaseActorSystem(Generic[R]):
         ignore it. Raise ``JobError`` if a living actor has this name.
         """
         place = self._place(name, resources or {}, node)
-        record = self._kind(name)
+        record = self._new_record(name)
         record.place = place
         with self._names_lock:
             self._check_open(name)
@@ -400,7 +392,7 @@ class BaseActorSystem(Generic[R]):
         number, answer = record.open_call(method)
         if not answer.done():
             try:
-                self._send(record, number, header, columns)
+                record.inbound.send(number, header, columns)
             except OverlordError as e:
                 record.complete_call(number, False, e)
                 raise
@@ -414,7 +406,7 @@ class BaseActorSystem(Generic[R]):
         record = self._own(handle)
         header, columns = _encoded(handle.name, method, args)
         if record.reason is None:
-            self._send(record, NO_REPLY, header, columns)
+            record.inbound.send(NO_REPLY, header, columns)
 
     def get(self, future: Future[Any], timeout_s: float) -> Any:
         """Return the result of a call or raise its exception; ``DataStall`` at the deadline.
@@ -487,6 +479,9 @@ class BaseActorSystem(Generic[R]):
 
     # for backends
 
+    def _new_record(self, name: str) -> ActorRecord:
+        return ActorRecord(name, self._owner)
+
     def _check_open(self, name: str) -> None:
         if self._closed:
             raise OverlordError(
@@ -494,9 +489,9 @@ class BaseActorSystem(Generic[R]):
                 "create another"
             )
 
-    def _own(self, handle: ActorHandle) -> R:
+    def _own(self, handle: ActorHandle) -> ActorRecord:
         """Return the record of a handle; raise ``OverlordError`` if it is of another system."""
-        if not isinstance(handle.record, self._kind):
+        if handle.record.owner is not self._owner:
             raise OverlordError(
                 f"{handle}: expected an actor of this actor system, got one of another; call it "
                 "there"
@@ -504,7 +499,12 @@ class BaseActorSystem(Generic[R]):
         return handle.record
 
     def _mark_ended(
-        self, record: R, reason: str, *, fault: BaseException | None = None, quiet: bool = False
+        self,
+        record: ActorRecord,
+        reason: str,
+        *,
+        fault: BaseException | None = None,
+        quiet: bool = False,
     ) -> bool:
         """Mark an actor as ended; return False if it was marked before.
 
@@ -515,13 +515,13 @@ class BaseActorSystem(Generic[R]):
                 del self._names[record.name]
         return record.mark_ended(reason, fault=fault, quiet=quiet)
 
-    def _living(self) -> list[R]:
+    def _living(self) -> list[ActorRecord]:
         with self._names_lock:
             return list(self._names.values())
 
     def _request_exit(
-        self, records: Sequence[R], timeout_s: float, kill: Callable[[R], None]
-    ) -> list[R]:
+        self, records: Sequence[ActorRecord], timeout_s: float, kill: Callable[[ActorRecord], None]
+    ) -> list[ActorRecord]:
         """Request that actors finish their calls and exit; kill the others after ``timeout_s``.
 
         Return the killed actors. After an interrupt (Ctrl-C), kill all that have not exited.
@@ -530,7 +530,7 @@ class BaseActorSystem(Generic[R]):
         try:
             for record in records:
                 record.exiting = True
-                self._send(record, CONTROL, b"", [])
+                record.inbound.send(CONTROL, b"", [])
             late = [
                 record
                 for record in records

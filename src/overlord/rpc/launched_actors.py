@@ -1,8 +1,8 @@
 """Actors that this process launches, calls and supervises, whatever starts their processes.
 
 The process of an actor connects to its launching process with an address, a token and a lease id
-(``actor_process.py``). All calls and replies use that connection. A launcher only spawns processes,
-kills them and reports their deaths.
+(``actor_process.py``). All calls and replies use that connection. A launcher makes the process of
+each actor, which can be spawned and killed, and reports its death.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -30,11 +30,11 @@ from overlord.rpc.actors import (
     ActorRecord,
     BaseActorSystem,
     PendingCall,
-    PlaceActor,
+    Somewhere,
     factory_failed,
     open_reply,
 )
-from overlord.rpc.peers import ActorListener, InboundConnection, complete_call
+from overlord.rpc.peers import ActorListener, complete_call
 from overlord.transport.shared_memory import SharedMemoryPool
 
 log = logging.getLogger("overlord")
@@ -43,48 +43,66 @@ MAX_WAITING_BYTES = 2**30  # queued calls to a stuck actor: more would fill the 
 SHARED_BYTES = 2**28  # large arrays that wait in shared memory for all actors together
 
 
-class LaunchedRecord(ActorRecord):
-    """The record of an actor whose process this process launches."""
+class ActorProcess(Protocol):
+    """The process of one actor, as a launcher starts and kills it.
 
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.inbound = InboundConnection(name)
-        self.inbound.max_waiting_bytes = MAX_WAITING_BYTES
+    It reports its death once to its listener, by ``died`` or ``exited``.
+    """
+
+    def spawn(self, spec: LaunchSpec, code: bytes) -> None:
+        """Start the process, which connects as ``spec`` says and builds ``code``.
+
+        Wait for nothing.
+        """
+
+    def kill(self) -> None:
+        """Kill the process; return before it has exited. Idempotent."""
+
+    def connected(self, hello: Mapping[str, Any]) -> None:
+        """Note the hello of the actor."""
+
+    def disconnected(self, reason: str) -> None:
+        """Kill the process, whose connection ended: without one it is useless."""
+
+    def awaits(self) -> str:
+        """Return the start of an actor that has not connected yet, as text for ``DataStall``."""
+        ...
+
+    def pid_here(self) -> int:
+        """Return the pid of a process of this machine; 0 if it is unknown or another machine's."""
+        ...
+
+    def asked(self) -> dict[str, float]:
+        """Return the resources that were requested for the actor."""
+        ...
 
 
-L = TypeVar("L", bound=LaunchedRecord)
+class Launcher(Protocol):
+    """The collaborator that makes the processes of actors, on one machine or on a cluster.
 
-
-class Launcher(Protocol[L]):
-    """The part that starts and kills the processes of actors, and reports their deaths.
-
-    It reports every death once to the listener that ``attach`` gave it, by ``died`` or ``exited``.
     No call or reply of an actor passes through it.
     """
 
     killed_s: float  # for a killed process to exit
     exit_s: float  # the same at a shutdown
 
-    def attach(self, listener: ActorListener[L]) -> None:
-        """Use ``listener`` for all deaths."""
+    def place(self, name: str, resources: Mapping[str, float], node: Somewhere) -> Any:
+        """Return where an actor should run; raise ``JobError`` if it cannot run there."""
 
-    def spawn(self, record: L, spec: LaunchSpec, code: bytes) -> None:
-        """Start the process of an actor, which connects as ``spec`` says and builds ``code``.
+    def process(self, record: ActorRecord, listener: ActorListener) -> ActorProcess:
+        """Return the process of an actor, which is not started yet."""
+        ...
 
-        Wait for nothing.
-        """
+    def nodes(self) -> list[Any]:
+        """Return the nodes on which actors can run; empty if there is only this machine."""
+        ...
 
-    def kill(self, record: L) -> None:
-        """Kill the process of an actor; return before it has exited. Idempotent."""
+    def node_here(self) -> str:
+        """Return the id of the node of this process; empty if there is only this machine."""
+        ...
 
-    def connected(self, record: L, hello: Mapping[str, Any]) -> None:
-        """Note the hello of an actor."""
-
-    def disconnected(self, record: L, reason: str) -> None:
-        """Kill an actor whose connection ended: without one its process is useless."""
-
-    def awaits(self, record: L) -> str:
-        """Return the start of an actor that has not connected yet, as text for ``DataStall``."""
+    def in_callback(self) -> bool:
+        """Return whether the caller is a thread that reports deaths."""
         ...
 
     def closing(self) -> Steps:
@@ -92,28 +110,26 @@ class Launcher(Protocol[L]):
         ...
 
 
-class LaunchedActorSystem(BaseActorSystem[L], Generic[L]):
+class LaunchedActorSystem(BaseActorSystem):
     """The actor system of one launcher.
 
     Callbacks of futures and deaths run in the thread of the listener.
     """
 
-    def __init__(
-        self, kind: type[L], launcher: Launcher[L], platform: Platform, *, place: PlaceActor
-    ) -> None:
-        super().__init__(kind, send=_send, start=self._start_actor, place=place)
+    def __init__(self, launcher: Launcher, platform: Platform) -> None:
+        super().__init__(start=self._start_actor, place=launcher.place)
         self._launcher, self._pid = launcher, os.getpid()
+        self._processes: dict[ActorRecord, ActorProcess] = {}  # of actors that have not ended
         self._pool = SharedMemoryPool(name="actors", max_bytes=SHARED_BYTES)
-        self._listener: ActorListener[L] = ActorListener(
+        self._listener = ActorListener(
             platform,
             on_end=self._ended,
             on_disconnect=self._disconnected,
             on_reply=self._replied,
-            on_hello=launcher.connected,
+            on_hello=self._connected,
             pool=self._pool,
         )
         self.address = self._listener.address
-        launcher.attach(self._listener)
         atexit.register(self._at_exit)
 
     def call(self, handle: ActorHandle, method: str, *args: Any) -> Future[Any]:
@@ -132,31 +148,56 @@ class LaunchedActorSystem(BaseActorSystem[L], Generic[L]):
             )
 
     def _start_actor(
-        self, record: L, factory: Callable[..., Any], args: tuple[Any, ...]
+        self, record: ActorRecord, factory: Callable[..., Any], args: tuple[Any, ...]
     ) -> ActorHandle:
         self._check_process()
-        code = pack_code((factory, args), f"actor {record.name!r}")
-        # The process may connect before ``spawn`` returns.
-        handle = record.handle = ActorHandle(record.name, None, record)
-        spec = LaunchSpec(
-            name=record.name,
-            address=self.address,
-            token=self._listener.token,
-            lease_id=self._listener.expect(record),
-        )
+        process = self._processes[record] = self._launcher.process(record, self._listener)
+        record.inbound.max_waiting_bytes = MAX_WAITING_BYTES
         try:
-            self._launcher.spawn(record, spec, code)
+            code = pack_code((factory, args), f"actor {record.name!r}")
+            # The process may connect before ``spawn`` returns.
+            handle = record.handle = ActorHandle(record.name, None, record)
+            spec = LaunchSpec(
+                name=record.name,
+                address=self.address,
+                token=self._listener.token,
+                lease_id=self._listener.expect(record),
+            )
+            process.spawn(spec, code)
         except BaseException:
-            self._listener.forget(spec.lease_id)
+            self._listener.forget(record.inbound.lease_id)
+            self._processes.pop(record, None)
             raise
         return handle
 
     def _waiting_for(self, future: Future[Any]) -> str:
         if isinstance(future, PendingCall):
-            for record in self._living():
+            for record, process in list(self._processes.items()):
                 if record.name == future.actor and not record.inbound.connected:
-                    return f"{self._launcher.awaits(record)}, and to answer {future.method!r}"
+                    return f"{process.awaits()}, and to answer {future.method!r}"
         return super()._waiting_for(future)
+
+    # the places of actors
+
+    def nodes(self) -> list[Any]:
+        """Return the nodes on which actors can run; empty if there is only this machine."""
+        return self._launcher.nodes()
+
+    def node_here(self) -> str:
+        """Return the id of the node of this process; empty if there is only this machine."""
+        return self._launcher.node_here()
+
+    def pid_here(self, handle: ActorHandle) -> int:
+        """Return the pid of a living actor whose process is known to be on this machine, else 0."""
+        process = self._processes.get(handle.record)
+        return 0 if process is None else process.pid_here()
+
+    def asked(self) -> dict[str, dict[str, float]]:
+        """Return the resources requested for every living actor.
+
+        These are cores, memory in bytes, and resources that the cluster defines.
+        """
+        return {record.name: process.asked() for record, process in list(self._processes.items())}
 
     # ending
 
@@ -168,7 +209,7 @@ class LaunchedActorSystem(BaseActorSystem[L], Generic[L]):
         self._check_process()
         record = self._own(handle)
         if record.reason is None:
-            self._launcher.kill(record)
+            self._kill(record)
         if not self._in_callback() and not record.exited.wait(self._launcher.killed_s):
             raise DataStall(
                 f"the process of actor {handle.name!r} to exit after it was killed",
@@ -185,11 +226,15 @@ class LaunchedActorSystem(BaseActorSystem[L], Generic[L]):
             return
         record = self._own(handle)
         if record.reason is None:
-            for late in self._request_exit([record], timeout_s, self._launcher.kill):
+            for late in self._request_exit([record], timeout_s, self._kill):
                 late.exited.wait(self._launcher.killed_s)
 
+    def _kill(self, record: ActorRecord) -> None:
+        if (process := self._processes.get(record)) is not None:
+            process.kill()
+
     def _in_callback(self) -> bool:
-        return self._listener.in_its_thread
+        return self._listener.in_its_thread or self._launcher.in_callback()
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
         """Let every actor finish its calls and exit; kill the others after ``timeout_s``."""
@@ -211,7 +256,7 @@ class LaunchedActorSystem(BaseActorSystem[L], Generic[L]):
         )
 
     def _end_all(self, timeout_s: float) -> None:
-        for record in self._request_exit(self._living(), timeout_s, self._launcher.kill):
+        for record in self._request_exit(self._living(), timeout_s, self._kill):
             record.exited.wait(self._launcher.exit_s)
             # a process that waits for a disk, or a suspended one of another machine, exits later
             self._mark_ended(record, SHUT_DOWN, quiet=True)
@@ -222,12 +267,18 @@ class LaunchedActorSystem(BaseActorSystem[L], Generic[L]):
 
     # in the listener's thread
 
-    def _disconnected(self, record: L, reason: str) -> None:
-        if not self._closed and record.reason is None:
-            self._launcher.disconnected(record, reason)
+    def _connected(self, record: ActorRecord, hello: Mapping[str, Any]) -> None:
+        if (process := self._processes.get(record)) is not None:
+            process.connected(hello)
 
-    def _ended(self, record: L) -> None:
+    def _disconnected(self, record: ActorRecord, reason: str) -> None:
+        process = self._processes.get(record)
+        if not self._closed and record.reason is None and process is not None:
+            process.disconnected(reason)
+
+    def _ended(self, record: ActorRecord) -> None:
         assert record.inbound.end is not None
+        self._processes.pop(record, None)
         if record.exiting:
             self._mark_ended(record, SHUT_DOWN, quiet=True)
         elif record.inbound.rejected:
@@ -240,7 +291,9 @@ class LaunchedActorSystem(BaseActorSystem[L], Generic[L]):
             self._mark_ended(record, record.inbound.end[0])
         record.exited.set()
 
-    def _replied(self, record: L, number: int, header: bytes, columns: list[np.ndarray]) -> None:
+    def _replied(
+        self, record: ActorRecord, number: int, header: bytes, columns: list[np.ndarray]
+    ) -> None:
         if number != CONTROL:
             complete_call(record, number, header, columns)
             return
@@ -249,7 +302,3 @@ class LaunchedActorSystem(BaseActorSystem[L], Generic[L]):
             log.warning("actor %s failed to close: %s", record.name, fault)
         else:
             record.fault = fault
-
-
-def _send(record: LaunchedRecord, number: int, header: bytes, columns: list[np.ndarray]) -> None:
-    record.inbound.send(number, header, columns)

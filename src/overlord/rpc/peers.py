@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -41,96 +41,17 @@ log = logging.getLogger("overlord")
 #
 # An actor presents a token and its lease id. From then on it receives calls by that connection.
 
-# Bytes that may be queued for an actor: no limit. An event loop must not wait for a blocked actor;
-# heartbeats detect it.
-UNBOUNDED = 2**62
-
-Call = tuple[int, bytes, list[np.ndarray]]
-
-
-class InboundConnection:
-    """The connection of one actor that connects to its caller.
-
-    Calls made before it connects are queued. ``lock`` guards all fields, so that queued calls are
-    sent first.
-    """
-
-    def __init__(self, actor: str) -> None:
-        self.actor = actor
-        self.lease_id = 0
-        self.connection: ServerConnection | None = None
-        self.connected = False  # whether the actor has ever connected
-        self.rejected = ""  # why its data was refused; empty if it was not
-        self.max_waiting_bytes = UNBOUNDED
-        self.lock = threading.Lock()
-        # reason and fault of the actor's end, while its earlier messages are still being read
-        self.end: tuple[str, BaseException | None] | None = None
-        self._queued: list[Call] = []
-        self._queued_bytes = 0
-        self._sent, self._sent_at = 0, time.monotonic()  # last known progress of the actor
-
-    def attach(self, connection: ServerConnection) -> None:
-        """Use ``connection`` for all calls, and send the queued ones. Call with the lock held."""
-        # Messages of an actor are kept for long, so they are copied out of its segments.
-        connection.max_held, connection.waits_for_segments = 0, False
-        # ``send`` has its own limit, which the caller of an actor sees
-        connection.max_queued_bytes = connection.max_queued = UNBOUNDED
-        self.connection, self.connected = connection, True
-        for call in self._queued:
-            connection.send(call, timeout_s=0.0)
-        self._queued.clear()
-        self._queued_bytes = 0
-
-    def send(self, number: int, header: bytes, columns: list[np.ndarray]) -> None:
-        """Send a call, or queue it until the actor connects.
-
-        Raise ``DataStall`` if more than ``max_waiting_bytes`` would wait for the actor.
-        """
-        with self.lock:
-            nbytes = len(header) + sum(column.nbytes for column in columns)
-            self._check_waiting(nbytes)
-            if self.connection is None:
-                self._queued.append((number, header, columns))
-                self._queued_bytes += nbytes
-            else:
-                with contextlib.suppress(ActorLost):  # the launcher reports how it ended
-                    self.connection.send((number, header, columns), timeout_s=0.0)
-
-    def _check_waiting(self, more: int) -> None:
-        sent, waiting = 0, self._queued_bytes
-        if self.connection is not None:
-            sent, waiting = self.connection.sent_bytes, self.connection.queued_bytes
-        if sent != self._sent or not waiting:
-            self._sent, self._sent_at = sent, time.monotonic()
-        if waiting and waiting + more > self.max_waiting_bytes:
-            raise DataStall(
-                f"actor {self.actor!r} to accept its calls", time.monotonic() - self._sent_at
-            )
-
-
-class InboundActor(Protocol):
-    """The fields of an actor's record that a listener uses."""
-
-    name: str
-    handle: ActorHandle | None
-    reason: str | None
-    inbound: InboundConnection
-
-    def complete_call(self, number: int, ok: bool, value: Any) -> None: ...
-
-
-A = TypeVar("A", bound=InboundActor)
-OnReply = Callable[[A, int, bytes, list[np.ndarray]], None]
+OnReply = Callable[[ActorRecord, int, bytes, list[np.ndarray]], None]
 
 
 def complete_call(
-    record: InboundActor, number: int, header: bytes, columns: list[np.ndarray]
+    record: ActorRecord, number: int, header: bytes, columns: list[np.ndarray]
 ) -> None:
     """Complete the pending call ``number`` of an actor with its encoded reply."""
     record.complete_call(number, *open_reply(record.name, header, columns))
 
 
-class ActorListener(Generic[A]):
+class ActorListener:
     """A listener that accepts the connections of expected actors and receives their replies.
 
     ``on_hello`` receives the hello of an actor. ``on_disconnect(record, reason)`` reports the end
@@ -142,18 +63,18 @@ class ActorListener(Generic[A]):
         self,
         platform: Platform,
         *,
-        on_end: Callable[[A], None],
-        on_disconnect: Callable[[A, str], None],
-        on_reply: OnReply[A] = complete_call,
-        on_hello: Callable[[A, Mapping[str, Any]], None] = lambda record, hello: None,
+        on_end: Callable[[ActorRecord], None],
+        on_disconnect: Callable[[ActorRecord, str], None],
+        on_reply: OnReply = complete_call,
+        on_hello: Callable[[ActorRecord, Mapping[str, Any]], None] = lambda record, hello: None,
         pool: SharedMemoryPool | None = None,
     ) -> None:
         self.token = secrets.token_urlsafe(24)
         self._on_end, self._on_disconnect = on_end, on_disconnect
         self._on_reply, self._on_hello = on_reply, on_hello
         self._lease_ids = itertools.count(1)
-        self._expected: dict[int, A] = {}  # by lease id
-        self._connected: dict[ServerConnection, A] = {}
+        self._expected: dict[int, ActorRecord] = {}  # by lease id
+        self._connected: dict[ServerConnection, ActorRecord] = {}
         self._server = Server(
             token=self.token,
             on_open=self._opened,
@@ -168,7 +89,7 @@ class ActorListener(Generic[A]):
     def in_its_thread(self) -> bool:
         return self._server.in_its_thread
 
-    def expect(self, record: A) -> int:
+    def expect(self, record: ActorRecord) -> int:
         """Expect an actor to connect, and return its new lease id.
 
         A former lease id of the actor becomes invalid.
@@ -178,7 +99,7 @@ class ActorListener(Generic[A]):
         self._expected[record.inbound.lease_id] = record
         return record.inbound.lease_id
 
-    def find(self, lease_id: int) -> A | None:
+    def find(self, lease_id: int) -> ActorRecord | None:
         """Return the record of the actor with this lease id; None if the actor has died."""
         return self._expected.get(lease_id)
 
@@ -295,19 +216,11 @@ def after(seconds: float, act: Callable[[], None]) -> None:
 EndProcess = Callable[[str, int, str], None]  # name, lease id, reason
 
 
-class RpcRecord(ActorRecord):
-    """The record of an actor that connects to this process."""
-
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.inbound = InboundConnection(name)
-
-
 def _cannot_end(name: str, lease_id: int, reason: str) -> None:
     """Do nothing: this process has no connection to the launcher of the actor."""
 
 
-class RpcServer(BaseActorSystem[RpcRecord]):
+class RpcServer(BaseActorSystem):
     """An actor system whose actors connect to it.
 
     ``end(name, lease_id, reason)`` asks the launcher of an actor to end its process. ``cut``
@@ -322,9 +235,9 @@ class RpcServer(BaseActorSystem[RpcRecord]):
         cut: EndProcess | None = None,
         machine: Platform | None = None,
     ) -> None:
-        super().__init__(RpcRecord, send=_send, start=_refuse_start)
+        super().__init__(start=_refuse_start)
         self._end, self._cut = end, cut
-        self._listener: ActorListener[RpcRecord] = ActorListener(
+        self._listener: ActorListener = ActorListener(
             machine or Platform(), on_end=self._ended, on_disconnect=self._disconnected
         )
         self.token, self.address = self._listener.token, self._listener.address
@@ -335,7 +248,7 @@ class RpcServer(BaseActorSystem[RpcRecord]):
         Calls through the handle are queued until it connects. Raise ``OverlordError`` if an actor
         of this name is expected or alive.
         """
-        record = RpcRecord(name)
+        record = self._new_record(name)
         with self._names_lock:
             self._check_open(name)
             if (former := self._names.get(name)) is not None and former.reason is None:
@@ -386,13 +299,13 @@ class RpcServer(BaseActorSystem[RpcRecord]):
 
     # in the server's thread
 
-    def _ended(self, record: RpcRecord) -> None:
+    def _ended(self, record: ActorRecord) -> None:
         assert record.inbound.end is not None
         reason, fault = record.inbound.end
         self._mark_ended(record, reason, fault=fault)
         record.exited.set()
 
-    def _disconnected(self, record: RpcRecord, reason: str) -> None:
+    def _disconnected(self, record: ActorRecord, reason: str) -> None:
         if self._closed or record.reason is not None:
             return
         if self._cut is not None:
@@ -401,12 +314,8 @@ class RpcServer(BaseActorSystem[RpcRecord]):
             self.died(record.inbound.lease_id, f"its connection ended: {reason}")
 
 
-def _send(record: RpcRecord, number: int, header: bytes, columns: list[np.ndarray]) -> None:
-    record.inbound.send(number, header, columns)
-
-
 def _refuse_start(
-    record: RpcRecord, factory: Callable[..., Any], args: tuple[Any, ...]
+    record: ActorRecord, factory: Callable[..., Any], args: tuple[Any, ...]
 ) -> NoReturn:
     raise OverlordError(
         f"actor {record.name!r}: expected expect() here, got spawn(); start actors where the "

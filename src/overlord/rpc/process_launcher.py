@@ -17,8 +17,8 @@ from overlord.process import forkserver
 from overlord.process.exit import exit_now
 from overlord.process.shutdown import Steps
 from overlord.rpc.actor_process import CallConnection, LaunchSpec
-from overlord.rpc.actors import this_machine_only
-from overlord.rpc.launched_actors import LaunchedActorSystem, LaunchedRecord
+from overlord.rpc.actors import ActorRecord, Somewhere, this_machine_only
+from overlord.rpc.launched_actors import LaunchedActorSystem
 from overlord.rpc.peers import ActorListener
 from overlord.rpc.timeouts import TIMEOUTS
 
@@ -87,28 +87,56 @@ def _parent_files() -> list[int]:
 # The thread of the listener watches the files that the fork server closes at an exit.
 
 
-class ProcessRecord(LaunchedRecord):
-    """The record of an actor that is a process of this machine."""
+class ChildProcess:
+    """The process of one actor, started by the fork server.
 
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.process: forkserver.Process | None = None
-        self.output = forkserver.StartupOutput()
+    ``starts`` guards Python's list of processes, which a start scans.
+    """
+
+    def __init__(
+        self, record: ActorRecord, listener: ActorListener, *, daemon: bool, starts: threading.Lock
+    ) -> None:
+        self._record, self._listener = record, listener
+        self._daemon, self._starts = daemon, starts
+        self._process: forkserver.Process | None = None
+        self._output = forkserver.StartupOutput()
         self._pidfd = -1
         self._killed = self._closed = False
         self._lock = threading.Lock()
 
-    def started(self, process: forkserver.Process) -> None:
+    def spawn(self, spec: LaunchSpec, code: bytes) -> None:
+        with self._starts:
+            try:
+                process = forkserver.process(
+                    target=serve,
+                    args=(spec, dict(os.environ), code),
+                    name=spec.name,
+                    daemon=self._daemon,
+                    startup_output=self._output,
+                )
+                _begin(process, spec.name)
+            except BaseException:
+                self._close()
+                raise
+            self._started(process)
+        assert self._record.handle is not None
+        self._record.handle.pid = process.pid
+        self._listener.later(
+            lambda: self._listener.watch(process.sentinel, lambda: self._exited(process))
+        )
+
+    def _started(self, process: forkserver.Process) -> None:
         """Use the process for kills, including one that was requested while it was started."""
         with self._lock:
-            self.process, self._pidfd = process, _pidfd(process.pid)
+            self._process, self._pidfd = process, _pidfd(process.pid)
             if self._killed:
                 self._send_kill()
 
     def kill(self) -> None:
+        """Send SIGKILL."""
         with self._lock:
             self._killed = True
-            if self.process is not None and not self._closed:
+            if self._process is not None and not self._closed:
                 self._send_kill()
 
     def _send_kill(self) -> None:
@@ -116,19 +144,49 @@ class ProcessRecord(LaunchedRecord):
             if self._pidfd >= 0:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             else:
-                assert self.process is not None
-                os.kill(self.process.pid or 0, signal.SIGKILL)
+                assert self._process is not None
+                os.kill(self._process.pid or 0, signal.SIGKILL)
         except ProcessLookupError:
             pass
 
-    def close(self) -> None:
+    def connected(self, hello: Mapping[str, Any]) -> None:
+        """Drop the output of the start; the pid is known from the start of the process."""
+        self._output.close()
+
+    def disconnected(self, reason: str) -> None:
+        """Kill the process, if it has not exited already."""
+        self.kill()
+
+    def awaits(self) -> str:
+        process = self._process
+        what = "" if process is None else f", whose process {process.pid} has not connected yet"
+        return f"{self._record.name} to be started{what}"
+
+    def pid_here(self) -> int:
+        return 0 if self._process is None else self._process.pid or 0
+
+    def asked(self) -> dict[str, float]:
+        return {}
+
+    def _exited(self, process: forkserver.Process) -> None:
+        """Report the exit of the process. Runs on: thread of the listener."""
+        self._listener.unwatch(process.sentinel)
+        with self._starts:
+            code = process.exitcode
+        reason, inbound = forkserver.describe_exit(code), self._record.inbound
+        if not inbound.connected:
+            reason = _early_end(self._record.name, self._output, code, reason)
+        self._close()
+        self._listener.exited(inbound.lease_id, reason)
+
+    def _close(self) -> None:
         with self._lock:
             self._closed = True
             if self._pidfd >= 0:
                 os.close(self._pidfd)
-            self.output.close()
-            if self.process is not None:
-                self.process.close()
+            self._output.close()
+            if self._process is not None:
+                self._process.close()
 
 
 class ProcessLauncher:
@@ -138,87 +196,41 @@ class ProcessLauncher:
     """
 
     def __init__(self, *, daemon: bool) -> None:
-        self._daemon = daemon
+        self._daemon, self._starts = daemon, threading.Lock()
         self.exit_s = self.killed_s = TIMEOUTS.killed_s
-        self._listener: ActorListener[ProcessRecord]
-        # for Python's list of processes, which a start scans
-        self._start_lock = threading.Lock()
 
-    def attach(self, listener: ActorListener[ProcessRecord]) -> None:
-        self._listener = listener
+    def place(self, name: str, resources: Mapping[str, float], node: Somewhere) -> None:
+        this_machine_only(name, resources, node)
 
-    def spawn(self, record: ProcessRecord, spec: LaunchSpec, code: bytes) -> None:
-        with self._start_lock:
-            try:
-                process = forkserver.process(
-                    target=serve,
-                    args=(spec, dict(os.environ), code),
-                    name=record.name,
-                    daemon=self._daemon,
-                    startup_output=record.output,
-                )
-                _begin(process, record.name)
-            except BaseException:
-                record.close()
-                raise
-            record.started(process)
-        assert record.handle is not None
-        record.handle.pid = process.pid
-        self._listener.later(
-            lambda: self._listener.watch(process.sentinel, lambda: self._exited(record, process))
-        )
+    def process(self, record: ActorRecord, listener: ActorListener) -> ChildProcess:
+        return ChildProcess(record, listener, daemon=self._daemon, starts=self._starts)
 
-    def kill(self, record: ProcessRecord) -> None:
-        """Send SIGKILL."""
-        record.kill()
+    def nodes(self) -> list[Any]:
+        return []
 
-    def connected(self, record: ProcessRecord, hello: Mapping[str, Any]) -> None:
-        """Drop the output of the start; the pid is known from the start of the process."""
-        record.output.close()
+    def node_here(self) -> str:
+        return ""
 
-    def disconnected(self, record: ProcessRecord, reason: str) -> None:
-        """Kill the process, if it has not exited already."""
-        record.kill()
-
-    def awaits(self, record: ProcessRecord) -> str:
-        process = record.process
-        what = "" if process is None else f", whose process {process.pid} has not connected yet"
-        return f"{record.name} to be started{what}"
+    def in_callback(self) -> bool:
+        return False  # deaths are reported in the thread of the listener
 
     def closing(self) -> Steps:
         return []  # the watch of the processes ends with the listener
 
-    def _exited(self, record: ProcessRecord, process: forkserver.Process) -> None:
-        """Report the exit of a process. Runs on: thread of the listener."""
-        self._listener.unwatch(process.sentinel)
-        with self._start_lock:
-            code = process.exitcode
-        reason = forkserver.describe_exit(code)
-        if not record.inbound.connected:
-            reason = _early_end(record, code, reason)
-        record.close()
-        self._listener.exited(record.inbound.lease_id, reason)
 
-
-class ProcessActorSystem(LaunchedActorSystem[ProcessRecord]):
-    """An actor system that runs every actor in a process of the fork server.
+def process_actors(*, daemon: bool = False) -> LaunchedActorSystem:
+    """Return an actor system that runs every actor in a process of the fork server.
 
     ``daemon``: actors have no child processes, and this process does not wait for them at its end.
     """
-
-    def __init__(self, *, daemon: bool = False) -> None:
-        super().__init__(
-            ProcessRecord, ProcessLauncher(daemon=daemon), Platform(), place=this_machine_only
-        )
+    return LaunchedActorSystem(ProcessLauncher(daemon=daemon), Platform())
 
 
-def _early_end(record: ProcessRecord, code: int | None, how: str) -> str:
+def _early_end(name: str, output: forkserver.StartupOutput, code: int | None, how: str) -> str:
     """Return why a process ended before it connected; log its error output."""
-    lines, said = record.output.last_lines(), ""
+    lines, said = output.last_lines(), ""
     if lines:
-        log.warning(
-            "error output of %s before it could start:\n  %s", record.name, "\n  ".join(lines)
-        )
+        log.warning("error output of %s before it could start:\n  %s", name, "\n  ".join(lines))
         said = f"; its last error output: {lines[-1].strip():.300}"
     if code is None or code < 0:  # killed from outside, or a crash
         return f"{how}{said and ' before it could start'}{said}"

@@ -164,13 +164,13 @@ def start_actor_system(runtime: str, prepared: PreparedJob) -> tuple[ActorSystem
     """Return the actor system that starts workers, and the platform that they use."""
     ports = port_range(prepared.options.ports)
     if runtime == "ray":
-        from overlord.ray.launcher import RayActorSystem
+        from overlord.ray.launcher import ray_actors, worker_platform
 
-        control = RayActorSystem(prepared.options.address, job=prepared.job.name, ports=ports)
-        return control, control.machine
-    from overlord.rpc.process_launcher import ProcessActorSystem
+        control = ray_actors(prepared.options.address, job=prepared.job.name, ports=ports)
+        return control, worker_platform(ports)
+    from overlord.rpc.process_launcher import process_actors
 
-    return ProcessActorSystem(), Platform(ports)
+    return process_actors(), Platform(ports)
 
 
 def with_worker_counts(runtime: str, job: Job, options: Options) -> Options:

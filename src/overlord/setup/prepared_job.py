@@ -22,7 +22,7 @@ from overlord.job.job import Job, Source
 from overlord.job.stages import cut_samples, smallest_context
 from overlord.loader.loader import Loader
 from overlord.loader.partial_epoch import partial_epoch
-from overlord.loader.reader import SourceReader
+from overlord.loader.reader import SourceReader, Stages
 from overlord.loader.samples import SourceOrder
 from overlord.mesh import ClientPlaceTree
 from overlord.messages.control import AddSource, Cursor, LoaderStart, StreamState
@@ -30,7 +30,7 @@ from overlord.planning.planner import Planner
 from overlord.planning.schedule.base import learns
 from overlord.planning.schedule.by_stage import bound_mixtures, job_schedule, mixture_starts
 from overlord.planning.spec import NewSource, PlannerSpec, SourceSpec, initial_state
-from overlord.planning.strategies import resolve
+from overlord.planning.strategies import Strategy, resolve
 from overlord.sample import Buffer
 from overlord.scaling.profile import JobProfile
 from overlord.setup.options import Options, n_workers
@@ -56,6 +56,7 @@ from overlord.transforms.pipeline import Pipeline
 from overlord.transforms.transform_process import TransformWorker
 
 READ_AHEAD = 2  # steps that one process reads ahead
+OpenReader = Callable[[SourceOrder, ChunkReader, Stages], SourceReader]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,6 +73,7 @@ class ReaderSpec:
     epochs: int | None
     # transforms run in a worker process: they hold the interpreter lock, or the job requests it
     processes: bool
+    open_reader: OpenReader = SourceReader
 
     @property
     def cost_fingerprint(self) -> str:
@@ -111,7 +113,7 @@ def open_loader(
         generation=start.generation,
     )
     chunks = ChunkReader(spec.index, options=spec.read, cache=open_chunks)
-    return loader, SourceReader(spec.order, chunks, worker or spec.pipeline), worker
+    return loader, spec.open_reader(spec.order, chunks, worker or spec.pipeline), worker
 
 
 class PreparedJob:
@@ -126,12 +128,15 @@ class PreparedJob:
         removed: Mapping[str, RemovedSource] | None = None,
         *,
         reads_datasets: bool = False,
+        open_reader: OpenReader = SourceReader,
+        strategy_named: Callable[[Any], Strategy] = resolve,
     ):
         """Build or load the index of every source.
 
         ``removed`` are sources that the state to be resumed no longer reads. ``reads_datasets``:
         the first rows of datasets are checked. A dataset that is sent to another process is not
-        read here, since it may open files at its first read.
+        read here, since it may open files at its first read. Simulations replace ``open_reader``
+        and ``strategy_named`` by functions that remember what was read and placed.
         """
         if problems := options.problems(job):
             raise JobError(problems, "launch")
@@ -139,7 +144,7 @@ class PreparedJob:
         # The job as the user wrote it. In ``job`` the schedule is bound to the sizes of sources.
         self.given: Job
         self.added: tuple[str, ...]  # sources added in mid-run; they are last in the job
-        self.strategy = resolve(job.strategy)
+        self.strategy, self._open_reader = strategy_named(job.strategy), open_reader
         self.pipelines = [_pipeline(job, source) for source in job.sources]
         self._index_threads = 2 * n_workers(options)
         self.indexes = build_resumed_indexes(
@@ -297,6 +302,7 @@ class PreparedJob:
             pipeline=self.pipelines[i],
             epochs=self.orders[i].begun(source.epochs),
             processes=self.processes_of(i),
+            open_reader=self._open_reader,
         )
 
     def processes_of(self, i: int) -> bool:

@@ -25,7 +25,8 @@ from overlord.content import Items
 from overlord.errors import ActorLost, DataStall, TransformError
 from overlord.process.code import pack_code, unpack_code
 from overlord.rpc.actors import ActorHandle
-from overlord.rpc.process_launcher import ProcessActorSystem
+from overlord.rpc.launched_actors import LaunchedActorSystem
+from overlord.rpc.process_launcher import process_actors
 from overlord.sample import Column, Ragged
 from overlord.transforms.base import Block, RowIds, StagedRows
 from overlord.transforms.pipeline import Pipeline
@@ -139,22 +140,22 @@ class SharedActors:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._actors: ProcessActorSystem | None = None
+        self._actors: LaunchedActorSystem | None = None
         self._users, self._pid = 0, os.getpid()
         self._numbers = itertools.count()
 
-    def acquire(self) -> ProcessActorSystem:
+    def acquire(self) -> LaunchedActorSystem:
         """Return the actor system; ``release`` must follow."""
         with self._lock:
             if os.getpid() != self._pid:  # a forked copy does not own the actors of its parent
                 self._actors, self._users, self._pid = None, 0, os.getpid()
             if self._actors is None:
                 # a child of a worker does not outlive it, and has no children of its own
-                self._actors = ProcessActorSystem(daemon=True)
+                self._actors = process_actors(daemon=True)
             self._users += 1
             return self._actors
 
-    def release(self, actors: ProcessActorSystem) -> None:
+    def release(self, actors: LaunchedActorSystem) -> None:
         """End the use of an actor system; the last use shuts it down."""
         with self._lock:
             if actors is not self._actors:  # of the parent of this forked copy

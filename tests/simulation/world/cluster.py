@@ -12,12 +12,12 @@ from dataclasses import replace
 from overlord.errors import JournalError, OverlordError
 from overlord.messages.control import EncodedState, Report, SentReport, StreamState
 from overlord.setup.options import Options
-from overlord.setup.prepared_job import PreparedJob
 from overlord.transport.codec import decode_state
 from tests.simulation.world.control import Births
 from tests.simulation.world.disk import SimDisk
 from tests.simulation.world.history import History
 from tests.simulation.world.launched import Launched
+from tests.simulation.world.memoization import Memory, prepared
 from tests.simulation.world.net import Net
 from tests.simulation.world.people import People
 from tests.simulation.world.scenario import STEPS, Scenario, shown, tree_of
@@ -39,15 +39,15 @@ LATE_REPORTS, LATE_S = (
 class Cluster:
     """One run of a scenario."""
 
-    def __init__(self, scenario: Scenario, *, faults: bool = True):
+    def __init__(self, scenario: Scenario, *, faults: bool = True, memory: Memory | None = None):
         self.scenario = scenario
         self.world = World(scenario.seed)
         self.net = Net(self.world)
         self.history = History()
         job = scenario.job()
         # Nothing is measured: a run depends on its seed alone. ``layout.py`` places the loaders.
-        self.blueprint = PreparedJob(
-            job, Options.of({"partition": "off", "watch_s": 0.0, **scenario.options})
+        self.blueprint = prepared(
+            job, Options.of({"partition": "off", "watch_s": 0.0, **scenario.options}), memory
         )
         self.prefetch = self.blueprint.options.prefetch
         self.session = self.first = 0

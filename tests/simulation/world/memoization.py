@@ -5,8 +5,6 @@ drawn, sent and delivered when is never remembered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -14,13 +12,16 @@ import numpy as np
 import pyarrow as pa
 
 from overlord.content import Content
+from overlord.job.job import Job
 from overlord.loader.reader import SourceReader, _Window
+from overlord.loader.samples import SourceOrder
 from overlord.mesh import ClientPlaceTree
 from overlord.messages.data import BlockReady, Evaluate, Read
 from overlord.plan.plan import LoadingPlan
 from overlord.planning.strategies import Strategy, resolve
 from overlord.sample import Buffer, take_rows
-from overlord.setup import prepared_job
+from overlord.setup.options import Options
+from overlord.setup.prepared_job import PreparedJob
 from overlord.sources.base import RawSlice
 from overlord.transforms.base import Block, RowIds, StagedRows
 
@@ -38,6 +39,10 @@ class Memory:
     windows: dict[Any, tuple[_Window, tuple[int, ...]]] = field(default_factory=dict)
     blocks: dict[Any, tuple[BlockReady, Content]] = field(default_factory=dict)
     plans: dict[Any, LoadingPlan] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
+        """What is sent remembers nothing: no process of the world is another one of this machine."""
+        return Memory, ()
 
 
 class _Chunks:
@@ -148,6 +153,18 @@ class RememberingReader(SourceReader):
         return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Readers:
+    """Opens readers that share a memory."""
+
+    memory: Memory
+
+    def __call__(self, order: SourceOrder, chunks: Any, stages: Any) -> RememberingReader:
+        return RememberingReader(
+            order, _Chunks(chunks, order.name, self.memory), stages, _memory=self.memory
+        )
+
+
 def _lock(block: tuple[BlockReady, Content]) -> None:
     for array in (
         block[1].tokens.values,
@@ -196,20 +213,13 @@ def _asked_once(strategy: Strategy, memory: Memory) -> Strategy:
     return place
 
 
-@contextmanager
-def remembering() -> Iterator[None]:
-    """While this lasts, loaders and planners of this process remember."""
-    memory = Memory()
-    setattr(prepared_job, "resolve", lambda name: _asked_once(resolve(name), memory))  # noqa: B010
-    setattr(  # noqa: B010
-        prepared_job,
-        "SourceReader",
-        lambda order, chunks, stages: RememberingReader(
-            order, _Chunks(chunks, order.name, memory), stages, _memory=memory
-        ),
+def prepared(job: Job, options: Options, memory: Memory | None) -> PreparedJob:
+    """A job whose loaders and planners remember, if they are given a memory."""
+    if memory is None:
+        return PreparedJob(job, options)
+    return PreparedJob(
+        job,
+        options,
+        open_reader=_Readers(memory),
+        strategy_named=lambda name: _asked_once(resolve(name), memory),
     )
-    try:
-        yield
-    finally:
-        setattr(prepared_job, "SourceReader", SourceReader)  # noqa: B010
-        setattr(prepared_job, "resolve", resolve)  # noqa: B010

@@ -8,15 +8,16 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from overlord.dryrun.virtual_run import simulate
+from overlord.dryrun.virtual_run import VirtualRun
+from overlord.setup.options import Options
 from tests.simulation.world.checker import Checker, Facts
 from tests.simulation.world.cluster import Cluster
 from tests.simulation.world.history import History, Seen
-from tests.simulation.world.memoization import remembering
+from tests.simulation.world.memoization import Memory, prepared
 from tests.simulation.world.scenario import (
     LONGEST,
     MESHES,
@@ -73,20 +74,21 @@ TOLD = (
 )
 
 
-def undisturbed(scenario: Scenario, mesh: Mesh | None = None) -> dict[tuple[int, int], Seen]:
+def undisturbed(
+    scenario: Scenario, mesh: Mesh | None = None, memory: Memory | None = None
+) -> dict[tuple[int, int], Seen]:
     """The same job in one process where nothing happens, under one mesh from its first step to its
     last.
     """
     report = scenario.report if scenario.learns else None
-    said = [saying.event for saying in scenario.sayings]
-    run = simulate(
-        scenario.job(mesh),
-        seed=1,
-        events=said,
-        report=report,
-        prefetch=scenario.options["prefetch"],
-    )
-    return {(rank, step.step): Seen.of(step) for rank, steps in run.steps.items() for step in steps}
+    options = Options.of({"prefetch": scenario.options["prefetch"]})
+    job = prepared(scenario.job(mesh), options, memory)
+    with closing(VirtualRun(job, seed=1, report=report)) as run:
+        for saying in scenario.sayings:
+            run.apply(saying.event)
+        run.run()
+    made = run.outcome().steps
+    return {(rank, step.step): Seen.of(step) for rank, steps in made.items() for step in steps}
 
 
 def facts_of(scenario: Scenario) -> Facts:
@@ -110,12 +112,14 @@ def _coords(mesh: Mesh) -> dict[int, dict[str, int]]:
     return {rank: dict(place.coords(rank)) for rank in range(place.world_size)}
 
 
-def references(scenario: Scenario, history: History) -> dict[str, dict[tuple[int, int], Seen]]:
+def references(
+    scenario: Scenario, history: History, memory: Memory | None = None
+) -> dict[str, dict[tuple[int, int], Seen]]:
     """An undisturbed run for every mesh that the history has."""
     named = {shown(mesh): mesh for mesh in MESHES}
     later = {e.words: named[e.words] for e in history.events if e.what == "reshard"}
     return {
-        name: undisturbed(scenario, mesh)
+        name: undisturbed(scenario, mesh, memory)
         for name, mesh in {shown(scenario.mesh): scenario.mesh, **later}.items()
     }
 
@@ -158,10 +162,11 @@ def run_scenario(scenario: Scenario) -> Verdict:
 
 def played(scenario: Scenario) -> tuple[History, float, dict[str, dict[tuple[int, int], Seen]]]:
     """The history of a scenario, its virtual seconds, and the undisturbed runs for its meshes."""
-    with _without_dateutil(), _without_collections(), remembering():
-        cluster = Cluster(scenario)
+    memory = Memory()
+    with _without_dateutil(), _without_collections():
+        cluster = Cluster(scenario, memory=memory)
         history = cluster.run()
-        return history, cluster.world.now, references(scenario, history)
+        return history, cluster.world.now, references(scenario, history, memory)
 
 
 def run_seed(seed: int) -> Verdict:
