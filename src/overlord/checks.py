@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, wraps
+from typing import Any, TypeVar
 
 from overlord.errors import JobError, OverlordError, SourceError
+
+T = TypeVar("T")
 
 # ----------------------------------------------------------------------------
 # Suggestions for wrong names, and checks of numbers.
@@ -20,6 +22,27 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(name), names, n=1)
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names[:20])}{more}"
+
+
+def names_arguments(cls: type[T]) -> type[T]:
+    """Let the constructor of a class name the closest argument for one that it does not have.
+
+    The error is a ``TypeError``, as Python's own, which names no other argument.
+    """
+    init = cls.__init__
+    known = list(inspect.signature(cls).parameters)
+
+    @wraps(init)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(
+                    f"{cls.__name__}: unexpected argument {name!r}{did_you_mean(name, known)}"
+                )
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[method-assign, assignment]
+    return cls
 
 
 def one_of(name: str, value: Any, known: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from overlord.batch_ramp import Ramp
 from overlord.batch_rules import packing_problems, size_problems
-from overlord.checks import is_int, one_of
+from overlord.checks import is_int, names_arguments, one_of
 from overlord.errors import JobError
 from overlord.mesh_text import branches, ranks_text
 
@@ -35,6 +35,7 @@ MESH_DIMS = {axis: axis for axis in AXES} | dict.fromkeys(
 )
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Mesh:
     """Degrees of pipeline, data, context and tensor parallelism, and the order of ranks.
@@ -444,6 +445,7 @@ LATER_FIELDS = ("packing", "shape", "max_documents")
 SIZES = ("samples", "tokens")  # fields of a Batch that may be ramps
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The size and form of one global step; its size is in ``samples`` or in ``tokens``.

@@ -103,7 +103,7 @@ def test_so_is_a_dataset_that_does_not_give_a_row() -> None:
         ov.Source("web", Endless(), transforms=[ov.Tokens("tokens")], shuffle=False), RUNTIMES[1]
     )
     assert "loader/web/0 is in Endless for " in found
-    assert f", with rows {NEVER} to {NEVER + 7} of " in found
+    assert f", with row {NEVER} of dataset" in found
 
 
 def test_so_is_a_factory_that_does_not_give_a_row() -> None:
@@ -114,5 +114,4 @@ def test_so_is_a_factory_that_does_not_give_a_row() -> None:
         "factory",
     )
     assert "loader/web/0 is in Factory for " in found
-    # a factory yields row 40 before the slice of rows 32 to 39 is complete
-    assert f", with rows {NEVER - 8} to {NEVER} of " in found
+    assert f", with row {NEVER} of shard 0" in found

@@ -253,4 +253,4 @@ def test_strict_fails_on_data_that_no_job_can_use(tmp_path: Path) -> None:
     assert overlord("inspect", useless).exit_code == 0
     failed = overlord("inspect", useless, "--strict")
     assert failed.exit_code == 1
-    assert "no column holds text, messages or token ids" in failed.stderr
+    assert "no column of text, messages or token ids was recognised" in failed.stderr

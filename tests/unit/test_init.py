@@ -441,3 +441,21 @@ def test_text_of_data_cannot_control_the_terminal(home: Path) -> None:
         assert "\x07" not in result.output
     assert "\\x1b]0;owned\\x07" in results[0].stdout
     assert "\x1b" not in Path("job.yaml").read_text()
+
+
+def test_an_empty_conversation_hides_no_column_and_ids_of_another_name_have_a_remedy(
+    home: Path,
+) -> None:
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+    write_rows(home / "data" / "talk", "jsonl", [{"talk": []}, *[{"talk": said}] * 9])
+    write_rows(home / "data" / "ids", "parquet", [{"Doc IDs": [k, 1]} for k in range(9)])
+    tokenizer(home / "tok", "qwen")
+    result = overlord("init", "data")
+    assert result.exit_code == 0, result.output
+    written = yaml.safe_load((home / "job.yaml").read_text())["sources"]
+    assert list(written) == ["talk"]
+    assert written["talk"]["transforms"][0]["chat"]["messages"] == "talk"
+    remedy = "if 'Doc IDs' holds token ids, add the source with {tokens: {column: Doc IDs}}"
+    assert remedy in " ".join(result.stderr.split())
+    described = " ".join(overlord("inspect", str(home / "data" / "ids")).stdout.split())
+    assert "if 'Doc IDs' holds token ids: ov.Tokens('Doc IDs')" in described

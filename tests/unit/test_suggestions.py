@@ -4,7 +4,10 @@ words then help.
 
 from __future__ import annotations
 
+import inspect
+import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -54,7 +57,7 @@ def test_inspect_names_the_columns_that_lines_and_shards_have_when_the_wanted_on
     result = overlord("inspect", job_file(tmp_path, {"web": source}))
     assert result.exit_code == 1
     found = "__key__, id, text" if format == "tar" else "id, text"
-    assert f": expected the column 'txt', got {found}; name a column" in result.stderr
+    assert f": expected the column 'txt', got {found}; did you mean 'text'?" in result.stderr
 
 
 def test_inspect_lists_all_columns_of_a_source_that_is_well(tokenizer: str, tmp_path: Path) -> None:
@@ -272,3 +275,101 @@ def test_numbers_over_bars_are_drawn_over_the_line_of_the_bound() -> None:
     assert drawn.index('class="bound"') < drawn.index('class="value"')
     assert drawn.count('class="value"') == 2
     assert drawn.count(">1.20<") == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "meant"),
+    [
+        (ov.Job, "source", "sources"),
+        (ov.Source, "weigth", "weight"),
+        (ov.Batch, "sample", "samples"),
+        (ov.Mesh, "first_rnk", "first_rank"),
+        (ov.Tokenize, "eoss", "eos"),
+        (ov.Chat, "message", "messages"),
+        (ov.Tokens, "colum", "column"),
+        (ov.Map, "row", "rows"),
+    ],
+)
+def test_a_misspelled_argument_is_told_the_name_that_was_meant(
+    make: Any, given: str, meant: str
+) -> None:
+    wrong = f"{make.__name__}: unexpected argument {given!r}; did you mean {meant!r}"
+    with pytest.raises(TypeError, match=re.escape(wrong)):
+        make(**{given: 1})
+    assert meant in inspect.signature(make).parameters
+
+
+@pytest.mark.parametrize("given", [lambda: iter([]), iter([])])
+def test_rows_of_a_function_or_an_iterator_are_told_the_way_to_give_them(given: Any) -> None:
+    with pytest.raises(JobError, match=r"use Source\.from_factory with a function"):
+        ov.Source("rows", given)
+
+
+def test_a_function_among_the_transforms_is_told_of_map() -> None:
+    with pytest.raises(
+        JobError, match=r"expected a transform, got .*; use ov.Map\(fn, rows=True\)"
+    ):
+        ov.Source("web", "web.jsonl", transforms=[len])
+
+
+@pytest.mark.parametrize(
+    ("rows", "transform", "remedy"),
+    [
+        ([{"Body Text": "a b"}], "Tokenize", "did you mean 'Body Text'"),
+        ([{"prose": "a b"}], "Tokenize", "if 'prose' holds the text: text='prose' in ov.Tokenize"),
+        ([{"Doc IDs": [1, 2]}], "Tokens", "did you mean 'Doc IDs'"),
+        (
+            [{"talk": [{"role": "user", "content": "a"}]}],
+            "Chat",
+            "if 'talk' holds conversations: messages='talk' in ov.Chat",
+        ),
+        ([{"n": 1}], "Tokenize", "name a column that every file has"),
+    ],
+)
+def test_a_column_that_a_transform_lacks_is_told_by_name_or_content(
+    rows: list[dict[str, Any]], transform: str, remedy: str, tokenizer: str, tmp_path: Path
+) -> None:
+    made = {
+        "Tokenize": ov.Tokenize(tokenizer),
+        "Tokens": ov.Tokens("doc_ids"),
+        "Chat": ov.Chat(tokenizer, template="{% for m in messages %}{{ m.content }}{% endfor %}"),
+    }
+    glob = write_rows(tmp_path / "web", "parquet", rows)
+    source = ov.Source("web", glob, transforms=[made[transform]])
+    with pytest.raises(SourceError) as error:
+        ov.launch(
+            ov.Job(name="x", sources=[source], batch=ov.Batch(samples=1, context=64), until=1)
+        )
+    assert remedy in str(error.value)
+
+
+def test_a_folder_or_a_missing_path_in_place_of_a_job_is_told_what_to_give(tmp_path: Path) -> None:
+    for command in (["run"], ["preview"], ["plan", "--step", "0"]):
+        result = overlord(*command, str(tmp_path))
+        assert result.exit_code == 2
+        assert "writes a job" in " ".join(result.stderr.split())
+        assert f"overlord init {tmp_path}" in " ".join(result.stderr.split())
+    missing = overlord("inspect", str(tmp_path / "nothing"))
+    assert missing.exit_code == 2
+    assert "nothing: no such file or directory; give a job file, or the path" in missing.stderr
+
+
+def test_a_sample_after_the_end_of_the_job_is_not_searched_for_further(tmp_path: Path) -> None:
+    glob = write_rows(tmp_path / "web", "parquet", [{"tokens": [k]} for k in range(40)], files=1)
+    path = job_file(tmp_path, {"web": {"uri": glob, "shuffle": False}}, until=2)
+    late = overlord("explain", str(path), "--sample", "web/e0/f0/r39")
+    assert late.exit_code == 1
+    assert "the sample is not in the 2 steps of the job" in late.stderr
+    more = overlord("explain", str(path), "--sample", "web/e0/f0/r39", "--within", "1")
+    assert "not in the first 1 steps; --within N searches more" in more.stderr
+
+
+def test_a_resumed_run_counts_its_own_bad_rows(tmp_path: Path) -> None:
+    rows = [{"tokens": [] if k < 3 else [k]} for k in range(40)]
+    glob = write_rows(tmp_path / "web", "parquet", rows, files=1)
+    path = job_file(tmp_path, {"web": {"uri": glob, "shuffle": False, "epochs": 1}})
+    state, found = str(tmp_path / "state.json"), []
+    for more in (["--save", state], ["--resume", state]):
+        lines = overlord("run", str(path), "--steps", "2", "--json", *more).stdout.splitlines()
+        found.append(json.loads(lines[-1])["sources"][0]["quarantined"])
+    assert found == [3, 0]

@@ -32,8 +32,18 @@ REFUSED_OPTIONS = {
 # the command lacks a package; STOPPED: Ctrl-C; TERMINATED: SIGTERM.
 FAILED, UNUSABLE, STOPPED, TERMINATED = 1, 2, 130, 143
 
+
+def _refuse_directory(context: click.Context, parameter: click.Parameter, path: Path) -> Path:
+    if path.is_dir():
+        raise click.BadParameter(
+            f"expected a job file, got the directory {path}; `overlord init {path}` writes a job "
+            "file for the data in it"
+        )
+    return path
+
+
 job_argument = click.argument(
-    "job_yaml", metavar="JOB.YAML", type=click.Path(dir_okay=False, path_type=Path)
+    "job_yaml", metavar="JOB.YAML", type=click.Path(path_type=Path), callback=_refuse_directory
 )
 import_option = click.option(
     "--import",

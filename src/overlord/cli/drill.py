@@ -20,7 +20,7 @@ from overlord.cli.common import (
 )
 
 
-@click.command()
+@click.command(short_help="Run a job, kill its workers, and compare every byte.")
 @job_argument
 @click.option(
     "--faults",

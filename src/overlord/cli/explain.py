@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from overlord.observe.explanation import Explanation
 
 
-@click.command()
+@click.command(short_help="Print the rows of a step, or the step of a sample, and why.")
 @job_argument
 @click.option("--step", type=click.IntRange(min=0), help="The step to explain, counted from 0.")
 @click.option(
@@ -79,7 +79,12 @@ def explain(
             found = find_sample(job, wanted, within, advance, note=note)
         show(found)
         if found.status in ("ahead", "undecided"):
-            error(f"the sample is not in the first {within} steps; --within N searches more")
+            end = job.end_step
+            error(
+                f"the sample is not in the {end} steps of the job"
+                if end is not None and end <= within
+                else f"the sample is not in the first {within} steps; --within N searches more"
+            )
             sys.exit(FAILED)
 
     run_guarded(act, debug)

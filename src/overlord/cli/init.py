@@ -40,7 +40,7 @@ class TokenOrId(click.ParamType):
         return int(text) if text.isdigit() else text
 
 
-@click.command()
+@click.command(short_help="Detect formats, columns and lengths; write a job file.")
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option(
     "--out",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,13 +20,14 @@ from overlord.cli.common import (
     read_job,
     run_guarded,
 )
+from overlord.errors import JobError
 
 if TYPE_CHECKING:
     from overlord.job.job import Job
     from overlord.observe.source_report import SourceReport
 
 
-@click.command()
+@click.command(short_help="Open every source of a job, or describe data.")
 @click.argument("what", metavar="JOB.YAML|DATA")
 @click.option("--full", is_flag=True, help="Read every row of every file of a job, not a sample.")
 @click.option(
@@ -51,6 +53,9 @@ def inspect(
 
         if is_data(what):
             _inspect_data(what, strict, as_json)
+        elif not os.path.exists(what):
+            problem = "no such file or directory; give a job file, or the path or URI of data"
+            raise JobError([problem], what)
         else:
             _inspect_job(read_job(Path(what), modules), full, strict, as_json)
 

@@ -13,7 +13,7 @@ import yaml
 
 from overlord.discovery.column_roles import IDS
 from overlord.errors import SourceError
-from overlord.sources.base import TEXTS, ReadOptions, chat_column, text_columns
+from overlord.sources.base import TEXTS, ReadOptions, chat_column, text_columns, tokenize_hint
 from overlord.sources.chunk_reader import ChunkReader, OpenChunkCache
 from overlord.sources.formats import SUFFIXES
 from overlord.sources.index import build_index, default_cache_dir
@@ -184,8 +184,7 @@ def remarks(report: DataReport) -> list[str]:
         found.append("replace tokenizer.json by the tokenizer of your model")
     elif not tokens:
         found.append(
-            "no column holds text or token ids: a Map must return 'tokens' (documentation: "
-            "'Sources')"
+            f"no column of text, messages or token ids was recognised; {_remedy(report.schema)}"
         )
     if images := [
         name
@@ -202,8 +201,14 @@ def defects(report: DataReport) -> list[str]:
     schema = report.schema
     usable = _ids_column(schema) or chat_column(schema) or text_columns(schema)
     if not usable and pair_transforms(schema) is None:
-        found.append("no column holds text, messages or token ids; a Map must return 'tokens'")
+        found.append(f"no column of text, messages or token ids was recognised; {_remedy(schema)}")
     return found
+
+
+def _remedy(schema: Mapping[str, str]) -> str:
+    """Return what to do with data of which no column was recognised."""
+    hint = tokenize_hint(["tokens"], schema)
+    return hint or "a Map must return 'tokens' (documentation: 'Sources')"
 
 
 def data_document(report: DataReport) -> dict[str, Any]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 COUNT = click.IntRange(min=1)
 
 
-@click.command()
+@click.command(short_help="Print decoded samples with their loss masks.")
 @job_argument
 @click.option(
     "--source", metavar="NAME", help="The first samples of this source. Default: the first source."

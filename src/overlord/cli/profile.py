@@ -22,7 +22,7 @@ from overlord.cli.common import (
 )
 
 
-@click.command()
+@click.command(short_help="Measure what each source costs.")
 @job_argument
 @click.option(
     "--rows",

@@ -98,6 +98,7 @@ def run_job(run: RunRequest, console: Console, err: Console) -> Meter:
         )
     with launched as session:
         print_resumed(session, err)
+        before = session.state_dict()["counts"]
         ranks = range(run.job.place.world_size) if run.rank is None else [run.rank]
         try:
             with _progress(err, run.steps, run.job.sync) as show:
@@ -115,7 +116,7 @@ def run_job(run: RunRequest, console: Console, err: Console) -> Meter:
                 save_state(run.save, session)
                 err.print(f"state saved: {run.save}", soft_wrap=True)
         meter.stop()
-        metrics, quarantine = session.metrics(), session.quarantine()
+        metrics, quarantine = since(session.metrics(), before), session.quarantine()
         if run.as_json:
             print_json_line(run_document(meter, metrics, quarantine, chain))
         else:
@@ -123,6 +124,21 @@ def run_job(run: RunRequest, console: Console, err: Console) -> Meter:
     if run.digest and not run.as_json:
         console.print(f"digest of all steps {chain}")
     return meter
+
+
+def since(metrics: Mapping[str, Any], before: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
+    """Return metrics with the bad and dropped rows of this run alone.
+
+    ``before``: the counts of the state from which the run was resumed.
+    """
+    sources = {
+        name: {
+            **s,
+            **{k: s[k] - before.get(k, {}).get(name, 0) for k in ("quarantined", "dropped")},
+        }
+        for name, s in metrics["sources"].items()
+    }
+    return {**metrics, "sources": sources}
 
 
 def step_digest(taken: Taken) -> str:

@@ -25,7 +25,7 @@ from overlord.cli.common import (
 )
 
 
-@click.command()
+@click.command(short_help="Run a job for trainers in other processes.")
 @job_argument
 @click.option(
     "--host",

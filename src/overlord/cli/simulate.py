@@ -44,7 +44,7 @@ class Sizes(click.ParamType):
         return found
 
 
-@click.command()
+@click.command(short_help="Estimate memory and latency on a large cluster.")
 @job_argument
 @click.option(
     "--gpus",

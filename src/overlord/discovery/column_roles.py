@@ -56,7 +56,10 @@ def roles_of(rows: Sequence[Mapping[str, Any]], tar: bool = False) -> ColumnRole
     if out.tokens is not None:
         out.loss = _loss_of(values, out)
         return out
-    out.messages = _first(values, _is_messages, (*MESSAGES, *values))
+    # A row may have an empty list of messages, which is quarantined when it is read.
+    said = {name: [v for v in found if v != []] for name, found in values.items()}
+    said = {name: found for name, found in said.items() if found}
+    out.messages = _first(said, _is_messages, (*MESSAGES, *said))
     if out.messages is not None:
         out.tools = "tools" if "tools" in values else None
         return out
@@ -141,9 +144,14 @@ def _choose_text(values: Mapping[str, list[Any]], out: ColumnRoles) -> None:
         return
     texts = sorted((n for n in sizes if sizes[n] >= _TEXT_SIZE), key=lambda n: -sizes[n])
     if not texts:
+        ids = _first(values, _is_ids, list(values))
+        remedy = (
+            "a Map must return 'tokens' (documentation: 'Sources')"
+            if ids is None
+            else f"if {ids!r} holds token ids, add the source with {{tokens: {{column: {ids}}}}}"
+        )
         out.problem = (
-            f"expected a column of text, messages or token ids, got {_shown(values)}; a Map must "
-            "return 'tokens' (documentation: 'Sources')"
+            f"expected a column of text, messages or token ids, got {_shown(values)}; {remedy}"
         )
         return
     out.text = texts[0]

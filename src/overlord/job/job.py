@@ -14,7 +14,15 @@ from typing import Any
 
 from overlord import late_binding
 from overlord.batch_by_step import BatchByStep
-from overlord.checks import did_you_mean, is_int, is_real, one_of, shown_name, signature_problem
+from overlord.checks import (
+    did_you_mean,
+    is_int,
+    is_real,
+    names_arguments,
+    one_of,
+    shown_name,
+    signature_problem,
+)
 from overlord.errors import JobError
 from overlord.job import (
     budgets,
@@ -57,6 +65,7 @@ STRATEGIES = (
 HYBRID = ("hdp_balance",)  # those that split samples over ranks
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True)
 class Source:
     """One source of samples, and the transforms of its rows.
@@ -184,7 +193,11 @@ class Source:
                 for i, t in enumerate(self.transforms)
                 if not hasattr(t, "fingerprint") or isinstance(t, type)
             ]
-            found += [f"{at}.transforms[{i}]: expected a transform, got {t!r}" for i, t in wrong]
+            found += [
+                f"{at}.transforms[{i}]: expected a transform, got {t!r}"
+                + ("; use ov.Map(fn, rows=True) for a function of a row" * _is_function(t))
+                for i, t in wrong
+            ]
         found += self._deferred_problems(at)
         return (
             found
@@ -206,6 +219,11 @@ class Source:
         ]
 
 
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
+@names_arguments
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Everything that determines the stream of steps.

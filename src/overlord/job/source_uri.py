@@ -35,8 +35,12 @@ def problems(at: str, uri: Any) -> list[str]:
     sized = hasattr(uri, "__getitem__") and hasattr(uri, "__len__")
     dataset = sized and not isinstance(uri, (str, bytes, Mapping, type))
     factory = hasattr(uri, "fn") and hasattr(uri, "shards")
+    rows = callable(uri) or hasattr(uri, "__iter__")
     return (
         []
         if files or dataset or factory
-        else [f"{at}.uri: expected files, a dataset or a factory, got {uri!r}"]
+        else [
+            f"{at}.uri: expected files, a dataset or a factory, got {uri!r}"
+            + "; use Source.from_factory with a function that returns an iterator of rows" * rows
+        ]
     )

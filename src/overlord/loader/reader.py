@@ -209,7 +209,7 @@ class SourceReader:
             or (seconds := self.clock.now() - code.began) < TIMEOUTS.slow_s
         ):
             return text
-        return code.describe(self.stages, seconds)
+        return code.describe(self.chunks if code.what else self.stages, seconds)
 
     @contextmanager
     def _running(self, row: np.ndarray, file: int = -1, what: str = "") -> Iterator[None]:

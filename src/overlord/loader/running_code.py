@@ -22,13 +22,10 @@ class RunningUserCode:
     row: np.ndarray  # rows that it processes, or the first and the last; empty if unknown
     unit: str = "row"  # of these numbers: "row", or "byte" for offsets
 
-    def describe(self, stages: Any, seconds: float) -> str:
-        what, row = (
-            (self.what, -1)
-            if self.what
-            else getattr(stages, "running", lambda thread: ("", -1))(self.thread)
-        )
-        return f"in {what or 'transforms'} for {seconds:.0f} s" + self.location(row)
+    def describe(self, code: Any, seconds: float) -> str:
+        """Return the code, its row and the seconds so far; ``code``: the chunks or the stages."""
+        name, row = getattr(code, "running", lambda thread: ("", -1))(self.thread)
+        return f"in {self.what or name or 'transforms'} for {seconds:.0f} s" + self.location(row)
 
     def location(self, row: int = -1) -> str:
         if not len(self.row):

@@ -7,6 +7,7 @@ rows. Seeds, shuffling and transforms are applied elsewhere.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
@@ -80,9 +81,24 @@ def _holds_ids(kind: str) -> bool:
 def missing_columns_error(missing: Sequence[str], schema: Mapping[str, str]) -> BadFile:
     """Return the error for a file that lacks columns named by transforms."""
     remedy = (
-        tokenize_hint(missing, schema) or "name a column that every file has, or rewrite the file"
+        tokenize_hint(missing, schema)
+        or _named_hint(missing[0], schema)
+        or "name a column that every file has, or rewrite the file"
     )
     return BadFile(missing_columns(missing, list(schema)), remedy)
+
+
+def _named_hint(missing: str, schema: Mapping[str, str]) -> str:
+    """Return a hint for a column that a transform names: a similar name, or its usual content."""
+    plain = {re.sub(r"[\W_]+", "", name).lower(): name for name in schema}
+    close = difflib.get_close_matches(re.sub(r"[\W_]+", "", missing).lower(), plain, n=1)
+    if close:
+        return f"did you mean {plain[close[0]]!r}?"
+    if missing == "messages" and (chats := chat_column(schema)):
+        return f"if {chats!r} holds conversations: messages={chats!r} in ov.Chat"
+    if missing == "text" and (texts := text_columns(schema)):
+        return f"if {texts[0]!r} holds the text: text={texts[0]!r} in ov.Tokenize"
+    return ""
 
 
 def missing_columns(missing: Sequence[str], found: Sequence[str]) -> str:

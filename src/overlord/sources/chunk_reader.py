@@ -132,7 +132,7 @@ class ChunkReader:
     ):
         self.index, self.options = index, options
         self.stats = StorageStats(index.source, clock)
-        self._files = index.access.with_stats(self.stats)
+        self._files = index.access.with_stats(self.stats).with_requested()
         self._format = FORMATS[index.format]
         self._cache = cache or OPEN_CHUNKS
         self._id = next(_READERS)
@@ -212,6 +212,10 @@ class ChunkReader:
         """Class name of the user's dataset or factory; empty for files and lists of rows."""
         held = self._files.held
         return "" if held is None or isinstance(held, Listed) else type(held).__name__
+
+    def running(self, thread: int) -> tuple[str, int]:
+        """Return ``user_code``, and the row that a thread requests from it; -1: unknown."""
+        return self.user_code, (self._files.requested or {}).get(thread, -1)
 
     def rows_of_slice(self, chunk: int, t: int) -> np.ndarray:
         """Return the first and the last row of slice t of a dataset's or a factory's chunk.

@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -41,6 +42,8 @@ class Files:
     fs: pafs.FileSystem | RemoteStore | None = None
     local: bool = True
     held: Any = None  # a map-style dataset or a Factory
+    # The row that each thread requests from ``held``; a reader sets the mapping, and reports it.
+    requested: dict[int, int] | None = field(default=None, compare=False)
 
     @staticmethod
     def resolve(
@@ -98,6 +101,15 @@ class Files:
             if isinstance(self.fs, RemoteStore)
             else self
         )
+
+    def with_requested(self) -> Files:
+        """Return a copy that records the requested rows of a Python object, by thread."""
+        return self if self.held is None else replace(self, requested={})
+
+    def set_requested(self, row: int) -> None:
+        """Record that this thread requests a row of a Python object."""
+        if self.requested is not None:
+            self.requested[threading.get_ident()] = row
 
     def open(self, file: File, ranges: Sequence[tuple[int, int]] = ()) -> pa.NativeFile:
         """Open a file for random access; files that are not local are read ahead.

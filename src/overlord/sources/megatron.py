@@ -78,7 +78,7 @@ class Megatron:
         index = _index(files, file)
         types = _types(index)
         if missing := [c for c in options.columns or () if c not in types]:
-            raise missing_columns_error(missing, types)
+            raise missing_columns_error(missing, {name: str(kind) for name, kind in types.items()})
         companion = _index_file(file)
         with _naming(companion), files.open(companion, [(0, companion.size)]) as handle:
             cut = cut_chunks(handle.read_at, index, file.size, options.chunk_bytes)

@@ -137,7 +137,7 @@ class DatasetFormat:
             yield cols.slice_of(stop, 0, cols.empty(0, options.columns), [], True)
         for at in range(first, stop, step):
             end = min(at + step, stop)
-            yield _slice(at, [_item(files.held, k) for k in range(at, end)], options, end == stop)
+            yield _slice(at, [_item(files, k) for k in range(at, end)], options, end == stop)
 
 
 class FactoryFormat:
@@ -164,7 +164,7 @@ class FactoryFormat:
     ) -> Iterator[RawSlice]:
         step, left, at = options.slice_rows, skip * options.slice_rows, 0
         held: list[Any] = []
-        for row in _rows(files.held, int(chunks.file[i])):
+        for row in _rows(files, int(chunks.file[i])):
             if left:
                 left, at = left - 1, at + 1
             elif len(held) == step:
@@ -178,21 +178,24 @@ class FactoryFormat:
             yield _slice(at, held, options, True)
 
 
-def _rows(factory: Factory, shard: int) -> Iterator[Any]:
+def _rows(files: Files, shard: int) -> Iterator[Any]:
     n = 0
+    files.set_requested(n)
     try:
-        for row in factory.rows(shard):
+        for row in files.held.rows(shard):
             yield row if isinstance(row, Mapping) else f"{NO_DICT}, got {type(row).__name__}"
             n += 1
+            files.set_requested(n)
     except Exception as error:
         problem = f"the factory raised at row {n} of shard {shard}: {describe_error(error)}"
         raise BadFile(problem, "catch the exception in the factory, row by row") from error
 
 
-def _item(dataset: Any, k: int) -> Any:
+def _item(files: Files, k: int) -> Any:
     """Return row k, or a text with the reason why it is bad: user code may raise any error."""
+    files.set_requested(k)
     try:
-        row = dataset[k]
+        row = files.held[k]
     except Exception as error:
         return f"the dataset raised {describe_error(error)}"
     return row if isinstance(row, Mapping) else f"{NO_DICT}, got {type(row).__name__}"

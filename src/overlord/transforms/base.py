@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 
+from overlord.checks import names_arguments
 from overlord.content import Content
 from overlord.errors import JobError
 from overlord.hashing import digest
@@ -139,6 +140,7 @@ def merge_blocks(blocks: list[tuple[np.ndarray, Block]]) -> Block:
     )
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, repr=False)
 class Tokens:
     """Use token ids from a column of lists of whole numbers, of any numeric type.
@@ -173,6 +175,7 @@ class Tokens:
         return digest("tokens", self.column, *loss)
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, repr=False)
 class Map:
     """Apply a function to a slice, ``fn(columns) -> columns``, or with ``rows`` to each row.

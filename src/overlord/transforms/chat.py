@@ -11,6 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar
 
+from overlord.checks import names_arguments
 from overlord.errors import TransformError
 from overlord.hashing import digest
 from overlord.transforms.base import column_problems, refuse
@@ -29,6 +30,7 @@ TRAIN_ON = ("assistant", "last", "all")
 TEMPLATE_SUFFIX = ".jinja"  # of files
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, repr=False)
 class Chat:
     """Convert conversations to token ids by the chat template of a tokenizer.

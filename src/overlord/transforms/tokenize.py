@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from overlord.checks import names_arguments
 from overlord.errors import TransformError
 from overlord.hashing import digest
 from overlord.sample import Ragged
@@ -28,6 +29,7 @@ from overlord.transforms.tokenizer_engines import Engine, load_engine
 TEXTS_PER_BATCH = 32
 
 
+@names_arguments
 @dataclass(frozen=True, slots=True, repr=False)
 class Tokenize:
     """Convert the text of a column to token ids in the smallest type that holds the vocabulary.
