@@ -41,7 +41,7 @@ def main() -> None:
         job = ov.Job(
             name="example",
             sources=sources,
-            place=ov.ClientPlaceTree(dp=4),
+            place=ov.Mesh(dp=4),
             batch=ov.Batch(samples=64, microbatches=2, context=1024),
             until=5,
             seed=7,

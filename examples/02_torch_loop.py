@@ -35,9 +35,7 @@ def main() -> None:
         make_rows(Path(tmp) / "count.jsonl", 500)
         source = ov.Source("count", f"{tmp}/count.jsonl", transforms=[ov.Tokens()])
         batch = ov.Batch(samples=32, microbatches=2, context=512)
-        job = ov.Job(
-            name="loop", sources=[source], batch=batch, place=ov.ClientPlaceTree(dp=1), until=40
-        )
+        job = ov.Job(name="loop", sources=[source], batch=batch, place=ov.Mesh(dp=1), until=40)
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, VOCAB))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.02)

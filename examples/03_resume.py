@@ -22,12 +22,7 @@ def make_job(folder: Path, dp: int) -> ov.Job:
     ]
     batch = ov.Batch(samples=24, context=256)
     return ov.Job(
-        name="resume",
-        sources=sources,
-        batch=batch,
-        place=ov.ClientPlaceTree(dp=dp),
-        until=6,
-        seed=3,
+        name="resume", sources=sources, batch=batch, place=ov.Mesh(dp=dp), until=6, seed=3
     )
 
 

@@ -26,7 +26,7 @@ def sliding_window(columns: Mapping[str, np.ndarray]) -> np.ndarray:
     return 4096 * n + n * np.minimum(n, WINDOW)
 
 
-def windowed(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
+def windowed(buffer: ov.Buffer, place: ov.Mesh) -> ov.LoadingPlan:
     return (
         ov.DGraph.from_buffer(buffer, place, meta="tokens")
         # The buffer of a running job is drawn already.
@@ -38,7 +38,7 @@ def windowed(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
     )
 
 
-def unplanned(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
+def unplanned(buffer: ov.Buffer, place: ov.Mesh) -> ov.LoadingPlan:
     """Place the same samples with the same cost in turn."""
     graph = ov.DGraph.from_buffer(buffer, place, meta="tokens").mix({"web": 0.8, "books": 0.2})
     return graph.distribute("DP").cost(sliding_window).balance("none").plan()
@@ -53,7 +53,7 @@ def main() -> None:
     buffer = ov.Buffer.from_columns(
         columns, batch=ov.Batch(samples=128, microbatches=4, context=8192)
     )
-    place = ov.ClientPlaceTree(dp=8)
+    place = ov.Mesh(dp=8)
     for name, strategy in (("dealt out in turn", unplanned), ("windowed", windowed)):
         plan = strategy(buffer, place)
         found = plan.imbalance()

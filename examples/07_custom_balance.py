@@ -43,10 +43,7 @@ def main() -> None:
         {"web": {"tokens": lengths}}, batch=ov.Batch(samples=512, context=16_384)
     )
     graph = (
-        ov.DGraph.from_buffer(buffer, ov.ClientPlaceTree(dp=16))
-        .mix([1])
-        .distribute("DP")
-        .cost("llama_12b")
+        ov.DGraph.from_buffer(buffer, ov.Mesh(dp=16)).mix([1]).distribute("DP").cost("llama_12b")
     )
     print(
         "method           slowest rank / mean   after every microbatch   microbatches   "

@@ -18,19 +18,19 @@ import overlord as ov
 LLM, VIT = ov.strategy.DENSE_12B, ov.strategy.VIT_1B
 
 
-def llm(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
+def llm(buffer: ov.Buffer, place: ov.Mesh) -> ov.LoadingPlan:
     samples = ov.DGraph.from_buffer(buffer, place, meta="tokens").mix()
     return samples.distribute("DP").cost(LLM).balance("greedy").broadcast_at("TP").plan()
 
 
-def vlm(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
+def vlm(buffer: ov.Buffer, place: ov.Mesh) -> ov.LoadingPlan:
     drawn = ov.DGraph.from_buffer(buffer, place).mix()
     images = drawn.select("image_patches", merge=2).distribute("WORLD").cost(VIT).balance("greedy")
     samples = drawn.select("tokens").distribute("DP").cost(LLM).balance("greedy").broadcast_at("TP")
     return samples.plan(encoder=images)
 
 
-def apart(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
+def apart(buffer: ov.Buffer, place: ov.Mesh) -> ov.LoadingPlan:
     """Encode on the first ranks alone, and train the backbone on the others."""
     quarter = place.world_size // 4
     encoder = ov.Mesh(dp=quarter)
@@ -58,10 +58,7 @@ def columns(n: int) -> dict[str, list]:
 
 
 def main() -> None:
-    place, batch = (
-        ov.ClientPlaceTree(dp=4, tp=2),
-        ov.Batch(samples=256, microbatches=4, context=16384),
-    )
+    place, batch = (ov.Mesh(dp=4, tp=2), ov.Batch(samples=256, microbatches=4, context=16384))
     buffer = ov.Buffer.from_columns(
         {"photos": columns(256), "text": {"tokens": [300, 7000] * 32}}, batch=batch
     )
@@ -109,7 +106,7 @@ def main() -> None:
         job = ov.Job(
             name="vlm",
             sources=[data],
-            place=ov.ClientPlaceTree(dp=2),
+            place=ov.Mesh(dp=2),
             batch=batch,
             strategy="vlm_hybrid",
             until=3,

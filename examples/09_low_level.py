@@ -17,9 +17,7 @@ import overlord as ov
 MASK = 999
 
 
-def snake(
-    columns: dict[str, Any], place: ov.ClientPlaceTree, batch: ov.Batch, step: int
-) -> dict[str, Any]:
+def snake(columns: dict[str, Any], place: ov.Mesh, batch: ov.Batch, step: int) -> dict[str, Any]:
     """Return a bucket and a microbatch per sample, from raw arrays.
 
     The longest samples come first, assigned in the order 0 1 2 3 3 2 1 0.
@@ -64,7 +62,7 @@ def main() -> None:
     job = ov.Job(
         name="low-level",
         sources=[ov.Source(name, rows, transforms=[ov.Tokens()]) for name in ("web", "code")],
-        place=ov.ClientPlaceTree(dp=4),
+        place=ov.Mesh(dp=4),
         batch=ov.Batch(samples=64, context=1024),
         until=3,
         strategy=ov.plan_raw(snake),

@@ -20,7 +20,7 @@ COST = ov.cost.transformer(hidden=4608, layers=45, heads=36)
 RANKS, STEPS = 8, 24
 
 
-def long_short(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
+def long_short(buffer: ov.Buffer, place: ov.Mesh) -> ov.LoadingPlan:
     # Without look-ahead, mix(prefer=...) has no choice and equals mix().
     graph = ov.DGraph.from_buffer(buffer, place, meta="tokens").mix(prefer=ov.hold_long(COST))
     return graph.distribute("DP").cost(COST).balance("greedy").broadcast_at("TP").plan()
@@ -45,7 +45,7 @@ def time_over_mean(strategy: Any, look_ahead: int) -> float:
                 transforms=[ov.Tokens("tokens")],
             )
         ],
-        place=ov.ClientPlaceTree(dp=RANKS),
+        place=ov.Mesh(dp=RANKS),
         batch=ov.Batch(samples=8 * RANKS, context=8192),
         strategy=strategy,
         look_ahead=look_ahead,

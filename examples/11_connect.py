@@ -26,7 +26,7 @@ def make_job(folder: Path) -> ov.Job:
         name="served",
         sources=[source],
         batch=ov.Batch(samples=32, context=256),
-        place=ov.ClientPlaceTree(dp=2),
+        place=ov.Mesh(dp=2),
         until=10,
         seed=3,
     )

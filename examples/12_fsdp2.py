@@ -81,7 +81,7 @@ def main() -> None:
     # a folder that all ranks can read
     folder = f"{tempfile.gettempdir()}/fsdp2-{os.environ.get('MASTER_PORT', os.getpid())}"
     source = ov.Source("counting", Counting(), transforms=[ov.Tokens()])
-    place = ov.ClientPlaceTree(dp=dist.get_world_size())
+    place = ov.Mesh(dp=dist.get_world_size())
     # "microbatch" is the default: FSDP gathers weights in every microbatch.
     batch, sync = ov.Batch(samples=32, microbatches=2, context=512), "microbatch"
     job = ov.Job(name="fsdp2", sources=[source], batch=batch, place=place, sync=sync, until=10)

@@ -16,12 +16,12 @@ import torch.multiprocessing as mp
 import overlord as ov
 import overlord.torch as ot
 
-PLACE = ov.ClientPlaceTree(pp=2, dp=2, tp=2)
+PLACE = ov.Mesh(pp=2, dp=2, tp=2)
 # Documents count upwards, which a model can learn.
 DOCUMENTS = [{"tokens": [(7 * i + k) % 64 for k in range(2 + i % 40)]} for i in range(500)]
 
 
-def balanced(buffer: ov.Buffer, place: ov.ClientPlaceTree) -> ov.LoadingPlan:
+def balanced(buffer: ov.Buffer, place: ov.Mesh) -> ov.LoadingPlan:
     samples = (
         ov.DGraph.from_buffer(buffer, place, meta="tokens")
         .mix()

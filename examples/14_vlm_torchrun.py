@@ -25,7 +25,7 @@ import overlord as ov
 import overlord.torch as ot
 
 PLACE, COLOURS, IMAGE = (
-    ov.ClientPlaceTree(dp=2, tp=2),
+    ov.Mesh(dp=2, tp=2),
     [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255)],
     9,
 )

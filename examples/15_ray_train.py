@@ -78,7 +78,7 @@ def train(config: dict) -> None:
 def main() -> None:
     source = ov.Source.from_dataset("counting", DOCUMENTS, transforms=[ov.Tokens()])
     batch = ov.Batch(samples=32, microbatches=2, context=512)
-    place = ov.ClientPlaceTree(dp=2)
+    place = ov.Mesh(dp=2)
     # sync="step": gradients are summed once per step.
     job = ov.Job(
         name="ray-train", sources=[source], batch=batch, place=place, sync="step", until=12

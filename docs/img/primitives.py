@@ -27,7 +27,7 @@ from overlord.observe.svg import WIDTH, Panel, PlotLine, series_color  # noqa: E
 from page import plot_file  # noqa: E402
 
 LLM, VIT = ov.cost.llama_12b, ov.cost.vit_1b
-MESH = ov.ClientPlaceTree(pp=2, dp=2, cp=2, tp=2)
+MESH = ov.Mesh(pp=2, dp=2, cp=2, tp=2)
 MORE_STYLE = ".wanted { fill: none; stroke-width: 1.5; stroke-dasharray: 5 4; } </style>"
 # Milliseconds of four layers of llama_12b, forward and backward, on one H200: tokens of a
 # microbatch, length of its documents.
@@ -61,7 +61,7 @@ def buffer(
 # the mesh
 
 
-def branches(to: Drawing, tree: ov.ClientPlaceTree, left: float, wide: float, top: float) -> None:
+def branches(to: Drawing, tree: ov.Mesh, left: float, wide: float, top: float) -> None:
     """The axes above the ranks, as the tree nests them."""
     n = tree.world_size
     for level, axis in enumerate(tree.order):
@@ -167,7 +167,7 @@ def tracks(
 
 def dgraph() -> str:
     given = buffer(16, 2, 1024, 1024, web=14, code=10, books=6)
-    graph = ov.DGraph.from_buffer(given, ov.ClientPlaceTree(dp=3), meta="tokens").mix(
+    graph = ov.DGraph.from_buffer(given, ov.Mesh(dp=3), meta="tokens").mix(
         {"web": 0.5, "code": 0.3, "books": 0.2}
     )
     graph = graph.distribute("DP").cost("llama_12b").balance("greedy")
@@ -209,8 +209,7 @@ def dgraph() -> str:
 
 def plan() -> str:
     found = ov.strategy.llm_balance(
-        _mixed(buffer(40, 3, 1536, 1400, web=30, code=20, books=10, seed=11), 4),
-        ov.ClientPlaceTree(dp=4),
+        _mixed(buffer(40, 3, 1536, 1400, web=30, code=20, books=10, seed=11), 4), ov.Mesh(dp=4)
     )
     about = found.summary()["modules"]["backbone"]
     to = Drawing(
@@ -251,12 +250,12 @@ def _mixed(given: ov.Buffer, dp: int) -> ov.Buffer:
     weights = {
         name: float(n) for name, n in zip(given.names, np.bincount(given.source), strict=True)
     }
-    return ov.DGraph.from_buffer(given, ov.ClientPlaceTree(dp=dp)).mix(weights).buffer
+    return ov.DGraph.from_buffer(given, ov.Mesh(dp=dp)).mix(weights).buffer
 
 
 def balance() -> str:
     drawn = _mixed(buffer(160, 4, 4096, 2600, text=160, seed=21), 8)
-    graph = ov.DGraph.from_buffer(drawn, ov.ClientPlaceTree(dp=8)).mix().distribute("DP").cost(LLM)
+    graph = ov.DGraph.from_buffer(drawn, ov.Mesh(dp=8)).mix().distribute("DP").cost(LLM)
     ways: list[tuple[str, dict[str, Any]]] = [
         ('"none"', {"method": "none"}),
         ('"greedy", "iteration"', {"method": "greedy", "objective": "iteration"}),
@@ -291,7 +290,7 @@ def balance() -> str:
 
 
 def distribute() -> str:
-    place = ov.ClientPlaceTree(dp=2, cp=2, tp=2)
+    place = ov.Mesh(dp=2, cp=2, tp=2)
     drawn = _mixed(buffer(120, 2, 8192, 1400, text=120, seed=5), 2)
     panels, mean = [], 1.0
     for k, (axis, note) in enumerate(
@@ -329,7 +328,7 @@ def modules() -> str:
     """Rows of the encoder's output, from the rank that encodes to the rank that holds the
     sample.
     """
-    chance, place = np.random.default_rng(4), ov.ClientPlaceTree(dp=4, tp=2)
+    chance, place = np.random.default_rng(4), ov.Mesh(dp=4, tp=2)
     patches = [
         lengths(int(k), 100 + i, 64, 2048).tolist() for i, k in enumerate(chance.integers(0, 4, 48))
     ]
@@ -558,7 +557,7 @@ def low_level() -> str:
 
 
 def explain() -> str:
-    job = launched(None, ("web", "code"), 1024, place=ov.ClientPlaceTree(dp=4), until=3)
+    job = launched(None, ("web", "code"), 1024, place=ov.Mesh(dp=4), until=3)
     with tempfile.TemporaryDirectory() as tmp, ov.launch(job, cache_dir=tmp) as session:
         for _ in session.client():
             pass

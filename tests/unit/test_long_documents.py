@@ -17,7 +17,7 @@ import pytest
 import overlord as ov
 from overlord.errors import SourceError
 from overlord.observe.metrics import losses
-from overlord.planning.spec import TokenLosses
+from overlord.planning.losses import DataLosses
 from tests.reference import reference_stream
 from tests.worlds import Rows
 
@@ -178,7 +178,7 @@ def test_a_job_that_drops_nothing_does_not_warn(
 
 
 def test_a_source_is_found_when_its_losses_pass_a_hundredth_and_once() -> None:
-    watch = TokenLosses()
+    watch = DataLosses()
     assert watch.newly_exceeding({"tokens": np.array([1, 2])}) == [], (
         "a state of before there were such counts"
     )
@@ -198,7 +198,7 @@ def test_a_source_is_found_when_its_losses_pass_a_hundredth_and_once() -> None:
 def test_hundreds_of_sources_that_lose_tokens_make_a_few_warnings() -> None:
     sources = 300
     many = job({f"s{i:03}": [2, 3] for i in range(sources)}, on_long="truncate")
-    watch, said = TokenLosses(), list[str]()
+    watch, said = DataLosses(), list[str]()
     for over in range(1, sources + 1):  # one source more after each step
         lost = np.where(np.arange(sources) < over, 50, 0)
         lost[0] = 99
@@ -211,7 +211,7 @@ def test_hundreds_of_sources_that_lose_tokens_make_a_few_warnings() -> None:
     assert len(said) < 30
     worst = np.full(sources, 50)
     worst[[7, 70, 270]] = 900, 500, 700
-    (text,) = TokenLosses().warnings({"tokens": np.full(sources, 100), "lost_tokens": worst}, many)
+    (text,) = DataLosses().warnings({"tokens": np.full(sources, 100), "lost_tokens": worst}, many)
     assert (
         "cut tokens of 300 sources, largest shares: 's007' 90.0%, 's270' 87.5%, 's070' 83.3%"
         in text

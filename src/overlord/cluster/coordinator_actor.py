@@ -43,8 +43,9 @@ from overlord.messages.launcher import (
     StepProgress,
     WorkerDisconnected,
 )
+from overlord.planning.losses import DataLosses
 from overlord.planning.mixture import lost_sources
-from overlord.planning.spec import Mixed, NewSource, Quarantined, SourceSpec, TokenLosses
+from overlord.planning.spec import Mixed, NewSource, Quarantined, SourceSpec
 from overlord.process.resources import pss_bytes
 from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
@@ -151,7 +152,7 @@ class CoordinatorActor:
         self._end_sent: EndOfJob | str | None = "nothing yet"
         self._acked = -2
         self._watched = config.watched
-        self._losses = TokenLosses()
+        self._losses = DataLosses()
 
     # the launching process
 
@@ -317,7 +318,7 @@ class CoordinatorActor:
 
     def _planned(self, stage: PlannedStep) -> None:
         assert isinstance(stage.after, StreamState)
-        # for clients in other processes, and for warnings of the session about lost tokens
+        # for clients in other processes, and for warnings of the session about lost data
         if self._losses.newly_exceeding(stage.after.counts) or self._watched:
             self._events.put(StepPlanned(stage.plan.step, stage.after, stage.skipped))
 

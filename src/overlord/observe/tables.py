@@ -18,7 +18,7 @@ from overlord.observe.one_cost import by_model
 from overlord.observe.ring_text import host_memory, limit
 from overlord.observe.stage_text import stage_lines, stage_of_step
 from overlord.observe.terminal_text import one_line, printable
-from overlord.planning.spec import share
+from overlord.planning.losses import share
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -13,7 +13,6 @@ import numpy as np
 from overlord.batch_by_step import BatchByStep, size_of
 from overlord.errors import StorageError
 from overlord.job.model import Model
-from overlord.job.several_documents import grouped
 from overlord.mesh import Batch, Mesh
 from overlord.messages.control import (
     AddSource,
@@ -31,7 +30,7 @@ from overlord.planning.stream import BadRow, RowLocations, SourceStream
 from overlord.sample import Buffer
 
 if TYPE_CHECKING:
-    from overlord.job.job import Job
+    pass
 
 # ----------------------------------------------------------------------------
 # The fields of a job that the planner needs.
@@ -452,87 +451,6 @@ def all_lost(
 def _reason(error: Exception) -> str:
     assert isinstance(error, StorageError)
     return f"{error.path}: {error.problem}" if error.path else error.problem
-
-
-# ----------------------------------------------------------------------------
-# Warnings of sources that lose more than a small share of their tokens to ``Job.on_long``.
-
-
-SHARE = 0.01  # share of a source's tokens that may be lost without a warning
-SHOWN = 3  # sources that a warning names
-
-
-class TokenLosses:
-    """Detector of sources that lose more than ``SHARE`` of their tokens to ``Job.on_long``.
-
-    Each source is reported once, even if steps are planned again after a fault. Sources of a job
-    with hundreds of them are reported in groups.
-    """
-
-    def __init__(self) -> None:
-        self._found: set[int] = set()
-        self._unreported: list[int] = []
-
-    def newly_exceeding(self, counts: Mapping[str, np.ndarray]) -> list[int]:
-        """Return the numbers of the sources that exceed ``SHARE`` now and did not before.
-
-        ``counts``: ``StreamState.counts``.
-        """
-        if (lost := counts.get("lost_tokens")) is None or not lost.any():
-            return []
-        over = np.flatnonzero(lost > SHARE * (counts["tokens"] + lost)).tolist()
-        new = [i for i in over if i not in self._found]
-        self._found.update(new)
-        return new
-
-    def warnings(self, counts: Mapping[str, np.ndarray], job: Job) -> list[str]:
-        """Return the warnings after a step: one for each source, or one for all if they are many.
-
-        Sources wait until they are a quarter of those reported before, so the number of warnings
-        grows with the logarithm of the number of sources.
-        """
-        self._unreported += self.newly_exceeding(counts)
-        reported = len(self._found) - len(self._unreported)
-        if 4 * len(self._unreported) < reported or not self._unreported:
-            return []
-        new, self._unreported = self._unreported, []
-        tokens = {i: int(counts["tokens"][i]) for i in new}
-        lost = {i: int(counts["lost_tokens"][i]) for i in new}
-        if len(new) <= SHOWN:
-            return [_warning(job, i, tokens[i], lost[i]) for i in new]
-        worst = sorted(new, key=lambda i: -share(tokens[i], lost[i]))[:SHOWN]
-        names = job.names
-        shown = ", ".join(f"{names[i]!r} {share(tokens[i], lost[i]):.1%}" for i in worst)
-        return [
-            f"on_long={job.on_long!r} has {_verb(job)} tokens of {len(new)} sources, largest "
-            f"shares: {shown}: documents longer than {job.document_limit:,} tokens; "
-            "on_long='split' keeps all tokens, and metrics()['sources'] has the counts"
-        ]
-
-
-def share(tokens: int, lost: int) -> float:
-    """Return the share of lost tokens: ``lost / (tokens + lost)``, where ``tokens`` were drawn."""
-    return lost / (tokens + lost) if lost else 0.0
-
-
-def _verb(job: Job) -> str:
-    return "dropped" if job.on_long == "drop" else "cut"
-
-
-def _warning(job: Job, source: int, tokens: int, lost: int) -> str:
-    found = (
-        f"source {job.names[source]!r}: on_long={job.on_long!r} has {_verb(job)} {lost:,} of "
-        f"{tokens + lost:,} tokens so far ({share(tokens, lost):.1%}): "
-    )
-    if any(name == job.names[source] for name, _ in grouped(job.sources)):
-        return (
-            f"{found}documents longer than {job.document_limit:,} tokens, or samples with more "
-            f"than {job.batch.context:,}, which are never split; raise batch.context"
-        )
-    return (
-        f"{found}documents longer than {job.document_limit:,} tokens; on_long='split' keeps all "
-        "tokens"
-    )
 
 
 # ----------------------------------------------------------------------------

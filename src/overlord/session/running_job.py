@@ -19,10 +19,10 @@ from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job.job import Job
 from overlord.journal.write_ahead import JournalStart
 from overlord.messages.control import Report, SentReport, StreamState
+from overlord.planning.losses import DataLosses
 from overlord.planning.mixture import EventLog
 from overlord.planning.schedule.base import learns
 from overlord.planning.schedule.by_stage import job_schedule
-from overlord.planning.spec import TokenLosses
 from overlord.process.shutdown import CloseOnce, Steps
 from overlord.serving.control_server import RemoteClient
 from overlord.serving.session_server import SessionServer
@@ -94,7 +94,7 @@ class RunningJob:
         self.started = time.monotonic()
         self.loop = EventLoop(prepared.given.name)
         self.events = UserEvents(self)
-        self._losses = TokenLosses()
+        self._losses = DataLosses()
         self.journal = start.journal
         self._close_once = CloseOnce()
         self.journal.start(self.loop.post)
@@ -124,12 +124,12 @@ class RunningJob:
         self._stop_watching = self._watch_local_loaders()
 
     def observe(self, runtime: Runtime) -> None:
-        """Record the events that a new runtime sends, and warn of lost tokens."""
+        """Record the events that a new runtime sends, and warn of lost data."""
         self.events.observe(runtime)
         runtime.on_stage.append(lambda stage: self._warn_of_losses(stage.after))
 
     def _warn_of_losses(self, after: StreamState) -> None:
-        """Warn once of each source that loses many tokens to ``on_long``.
+        """Warn once of each source that loses many tokens to ``on_long``, or whose rows are bad.
 
         A coordinator in another process sends the steps that are needed for this.
         """
