@@ -6,13 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, ClassVar, cast
 
 import pytest
 
-from overlord.errors import DataStall, PlanError
+from overlord.concurrency.event_loop import CommandLoop
+from overlord.errors import DataStall, JournalError, PlanError
 from overlord.journal import checkpoint
-from overlord.journal.applied_ids import AppliedIds
-from overlord.messages.control import EventId, Report, SetMixture, SourceLost
+from overlord.journal.applied_ids import SESSION, AppliedIds
+from overlord.journal.write_ahead import NullJournal, WriteAheadGate
+from overlord.messages.control import EndOfJob, EventId, Report, SetMixture, Skip, SourceLost
 from overlord.session.events import UnansweredEvents
 
 
@@ -137,3 +140,38 @@ def test_entries_of_an_older_journal_have_no_ids_and_are_read() -> None:
     older = replace(entry, body={k: v for k, v in entry.body.items() if k != "id"})
     assert checkpoint.ids_of(older) == []
     assert checkpoint.event_of(older) == checkpoint.event_of(entry) == event
+
+
+class _FullDisk(NullJournal):
+    """A journal whose disk is full, or has room again."""
+
+    def __init__(self) -> None:
+        self.applied, self.full = AppliedIds("launch"), True
+
+    def write_event(self, event: Any, event_id: EventId) -> None:
+        if self.full:
+            raise JournalError("the disk", "no space left on device", "free some space")
+
+
+def test_an_event_that_cannot_be_written_does_not_count_as_applied() -> None:
+    """A sender that has given it up asks for the last applied event."""
+
+    class Planner:
+        next_step = 3
+        handled: ClassVar[list[Any]] = []
+
+        def handle(self, event: Any) -> list[Any]:
+            self.handled.append(event)
+            return [event]
+
+    planner, ran = Planner(), list[Any]()
+    gate = WriteAheadGate(CommandLoop(ran.append), lambda: cast(Any, planner))
+    gate.journal = disk = _FullDisk()
+    with pytest.raises(JournalError):
+        gate.record(Skip((5,)), 1)
+    assert gate.applied.last(SESSION) == 0
+    assert [type(command) for command in ran] == [EndOfJob], "the job ends"
+    disk.full = False
+    assert gate.record(Skip((5,)), 1) == [Skip((5,))]
+    assert gate.applied.last(SESSION) == 1
+    assert gate.record(Skip((5,)), 1) == [], "it is sent again"

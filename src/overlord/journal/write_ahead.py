@@ -404,7 +404,6 @@ class WriteAheadGate:
             return []
         in_time = isinstance(event, Report) and planner.in_time(event)
         commands = planner.handle(event)
-        self.applied.add(event_id)
         if in_time:
             self._journal.write_report(event, event_id)
         try:
@@ -413,12 +412,13 @@ class WriteAheadGate:
             planner = self._planner()
             self._commands.run(planner.handle(EndOfJob(planner.next_step, error)))
             raise
+        self.applied.add(event_id)  # now: whoever asks for the last applied event may rely on it
         return [*commands]
 
     def record_source(self, event: AddSource, prepared: PreparedJob, event_id: EventId) -> None:
         """Journal that a source was added to the planner: it is durable on return."""
-        self.applied.add(event_id)
         self._journal.write_added_source(event, prepared, event_id)
+        self.applied.add(event_id)
 
     def admit(self, command: Any) -> Any | None:
         """Return the command to execute now, or None if it is held or refused."""

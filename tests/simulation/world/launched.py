@@ -305,7 +305,8 @@ class Launched:
         if (host := self.host) is None:
             return ""
         changes = [e for e in host.planner.state().events if isinstance(e, (SetMixture, Skip))]
-        if twice := [e for i, e in enumerate(changes) if e in changes[:i]]:
+        asked = self.cluster.people.asked  # a script may say the same twice, and means it
+        if twice := [e for e in changes if changes.count(e) > asked.count(e)]:
             return f"{twice[0]}"
         if (received := host.planner.feedback["received"]) > self.n_reports:
             return f"{received} reports were received, and {self.n_reports} were sent"

@@ -136,6 +136,7 @@ class People:
         self._cluster, self._sayings = cluster, sayings
         self._held = [saying.first - cluster.scenario.room for saying in sayings]
         self.said = 0
+        self.asked: list[SetMixture | Skip] = []  # with each call of a session, in any order
         self._busy: Launched | None = None  # it was told something, and has not answered
 
     def holds(self, step: int) -> bool:
@@ -154,6 +155,7 @@ class People:
             and self._have_taken(self._sayings[i].step)
         ):
             self._busy = launched
+            self.asked.append(self._sayings[i].event)
             launched.say(self._sayings[i].event, lambda error: self._answered(launched, i, error))
 
     def _have_taken(self, step: int) -> bool:
