@@ -598,6 +598,18 @@ def test_what_the_fork_server_loads_starts_no_thread() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_an_actor_of_another_system_of_processes_is_neither_called_nor_killed(
+    control: LaunchedActorSystem,
+) -> None:
+    actor = control.spawn(Worker, name="worker")
+    with process_actors() as other:
+        for use in (lambda: other.call(actor, "echo", 1), lambda: other.kill(actor)):
+            with pytest.raises(OverlordError, match="got one of another"):
+                use()
+        assert other.pid_here(actor) == 0
+    assert (ask(control, actor, "echo", 1), control.pid_here(actor)) == (1, actor.pid)
+
+
 def test_shutdown_from_a_callback_is_refused(control: LaunchedActorSystem) -> None:
     actor = control.spawn(Worker, name="worker")
     faults: list[BaseException] = []
