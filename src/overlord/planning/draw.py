@@ -184,10 +184,16 @@ def step_order(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     samples, unequal ones differ.
     """
     n = np.asarray(counts, np.int64)
-    source = np.repeat(np.arange(len(n)), n)
-    k = np.arange(len(source)) - np.repeat(np.cumsum(n) - n, n)
-    order = np.argsort((2 * k + 1) / (2 * n[source]), kind="stable")
-    return source[order].astype(np.int32), k[order]
+    order = _order_of_draw(n)
+    source = np.arange(len(n), dtype=np.int32).repeat(n)[order]
+    return source, order - (np.cumsum(n) - n)[source]
+
+
+def _order_of_draw(n: np.ndarray) -> np.ndarray:
+    """Return the rows of a draw in its order; rows are numbered source by source."""
+    first = np.cumsum(n) - n
+    twice = np.arange(1, 2 * int(n.sum()), 2) - (2 * first).repeat(n)  # 2k + 1
+    return (twice / (2 * n).repeat(n)).argsort(kind="stable")
 
 
 def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -196,6 +202,8 @@ def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndar
     ``counts[draw][source]`` is the number of samples. Also return the sub-draw of each sample in
     that order, or None if there is only one sub-draw.
     """
+    if len(counts) == 1:
+        return _order_of_draw(np.asarray(counts[0], np.int64)), None
     totals = np.sum(counts, axis=0)
     first = np.cumsum(totals) - totals
     orders = []
@@ -203,8 +211,6 @@ def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndar
         source, k = step_order(draw)
         orders.append(first[source] + k)
         first = first + np.array(draw)
-    if len(orders) == 1:
-        return orders[0], None
     return np.concatenate(orders), np.repeat(
         np.arange(len(orders), dtype=np.int32), [len(o) for o in orders]
     )
@@ -468,6 +474,10 @@ class LoaderRequests:
     def _number(self) -> None:
         self.first = np.concatenate([[0], np.cumsum(self._loaders)]).astype(np.int64)
         self.source_of = np.repeat(np.arange(len(self._loaders)), self._loaders).tolist()
+
+    @property
+    def n_sources(self) -> int:
+        return len(self._loaders)
 
     @property
     def n_loaders(self) -> int:

@@ -340,7 +340,10 @@ def fill_up(
         item = pick + free.searchsorted(pick, side="right")
         taken[item] = bins[order]
         room[order] -= size[item].sum(axis=0)
-        slack[order] = np.subtract.accumulate(np.vstack([slack[order], cost[item]]))[-1]
+        if len(item) == 1:
+            slack[order] -= cost[item[0]]
+        else:  # in the order of rounds
+            slack[order] = np.subtract.accumulate(np.vstack([slack[order], cost[item]]))[-1]
         gone = np.sort(np.concatenate([gone, item.reshape(-1)]))
     return taken
 
@@ -528,6 +531,8 @@ def spread(
     if it makes no index slower, or all indices together by LITTLE of the step at most.
     """
     bins, limit = bucket.astype(np.int64) * m + microbatch, None
+    if np.bincount(bins, minlength=n_buckets * m).min() > 0:
+        return microbatch
     if bound is not None:
         loads = np.bincount(bins, weights=costs, minlength=n_buckets * m).reshape(n_buckets, m)
         limit = np.maximum(loads.max(axis=0), LITTLE * bound / m)

@@ -338,8 +338,9 @@ def _fill_indices(
     n, k, bins, left = p.n_buckets, 0, np.full(len(p.costs), NOWHERE, np.int32), by_size
     if before is not None:
         k, bins, left = before.indices, before.bins.copy(), before.left
+    costs, sizes = p.costs[left], p.sizes[left]
+    tokens = int(sizes.sum())
     while k < m:
-        costs = p.costs[left]
         mean, dearest = binpack.total(costs) / (n * (m - k)), float(costs.max(initial=0.0))
         if dearest <= mean and k >= at_least:
             break
@@ -347,10 +348,12 @@ def _fill_indices(
         taken = binpack.fill_up(
             left, p.costs, p.sizes, n_bins=n, capacity=p.capacity or 2**62, most=most
         )
-        going = taken >= 0
+        stays = taken < 0
+        going = np.flatnonzero(~stays)
         bins[left[going]] = taken[going] + np.int32(k * n)
-        left, k = left[~going], k + 1
-        if p.capacity and int(p.sizes[left].sum()) > n * (m - k) * p.capacity:
+        tokens -= int(sizes[going].sum())
+        left, costs, sizes, k = left[stays], costs[stays], sizes[stays], k + 1
+        if p.capacity and tokens > n * (m - k) * p.capacity:
             return None
     return PartialPacking(k, bins, left)
 
