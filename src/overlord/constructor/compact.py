@@ -247,12 +247,13 @@ class Expander:
         else:
             self._room = max((cut["cu_seqlens_padded"].item(-1) for cut in cuts), default=0)
         later: dict[str, np.ndarray | None] = dict.fromkeys(self._layout.keys)
-        return [
-            ExpandedMicrobatch(
-                self, m, cut, later | {k: a for k, a in cut.items() if k not in HIDDEN}
-            )
-            for m, cut in enumerate(cuts)
-        ]
+        hidden = [key for key in HIDDEN if cuts and key in cuts[0]]
+        arrays = [{**later, **cut} for cut in cuts]
+        for shown in arrays if hidden else ():
+            for key in hidden:
+                del shown[key]
+        both = zip(cuts, arrays, strict=True)
+        return [ExpandedMicrobatch(self, m, *of_it) for m, of_it in enumerate(both)]
 
     def expand(self, m: int, cut: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         self.last = {}  # first, so that its memory can be reused
