@@ -41,7 +41,7 @@ def by_falling(values: np.ndarray) -> np.ndarray:
 def by_falling_size(sizes: np.ndarray) -> np.ndarray:
     """Return the stable order by falling value of non-negative integers.
 
-    Those below 2^16 need a single pass.
+    Integers below 2^16 need a single pass.
     """
     if len(sizes) and int(sizes.max()) < 2**16:
         return (~sizes.astype(np.uint16)).argsort(kind="stable")
