@@ -192,10 +192,10 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
         array = self._arrays.get(key)
         if array is not None:
             return array
-        if key not in self._bucket.keys:
-            raise KeyError(key)
         expanded = self._bucket.last.get(self._m)
         if expanded is None:
+            if key not in self._bucket.keys:
+                raise KeyError(key)
             expanded = self._bucket.expand(self._m, self._cut)
         return expanded[key]
 
