@@ -254,7 +254,11 @@ MUTATIONS = [
             "owed[i] = owed[i] + n * w\n    counts",
         ),
         ("random picks start again after a source left", "run.picks += missing", "run.picks += 0"),
-        ("step order without the half", "(2 * k + 1) / (2 * n[source])", "k / n[source]"),
+        (
+            "step order without the half",
+            "np.arange(1, 2 * int(n.sum()), 2)",
+            "np.arange(0, 2 * int(n.sum()), 2)",
+        ),
         ("a source leaves with its last sample", "if count > have:\n", "if count >= have:\n"),
         (
             "a source that left keeps its account",
@@ -939,8 +943,8 @@ MUTATIONS = [
         "planning/step.py",
         (
             "payload by source, not by loader",
-            "by_stream = np.lexsort((order, loader))",
-            "by_stream = np.argsort(order, kind='stable')",
+            "doc[np.lexsort((order, loader))]",
+            "doc[np.argsort(order, kind='stable')]",
         ),
     ),
     *_at(

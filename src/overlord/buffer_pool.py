@@ -41,6 +41,9 @@ class BufferPool:
         self._max_bytes = max_bytes
         self._reuses: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
         self._lock = threading.Lock()
+        # The number of the buffer returned last: a client that expands microbatches in turn frees
+        # one buffer and needs one of the same size.
+        self._last = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the pool as a new, empty one: the copy of a bucket has its own memory."""
@@ -51,7 +54,8 @@ class BufferPool:
         if not self._reuses:
             return np.empty(nbytes, np.uint8)
         with self._lock:
-            for i in range(len(self._buffers)):
+            n = len(self._buffers)
+            for i in (*range(self._last, n), *range(min(self._last, n))):
                 # A buffer more than a quarter larger would waste memory that the budget counts as
                 # used.
                 if (
@@ -59,6 +63,7 @@ class BufferPool:
                     and _references(self._buffers, i) <= UNUSED
                 ):
                     # a view: while it or a view of it exists, the buffer counts as used
+                    self._last = i
                     return self._buffers[i][:]
             buffer = np.empty(nbytes + nbytes // 8, np.uint8)
             self._buffers.append(buffer)

@@ -52,14 +52,14 @@ def digest(*parts: str | bytes | np.ndarray) -> str:
     """
     h = blake2b(digest_size=16)
     for part in parts:
+        body: Any
         if isinstance(part, np.ndarray):
-            head, body = (
-                f"{part.dtype.str}{part.shape}".encode(),
-                np.ascontiguousarray(part).tobytes(),
-            )
+            head = f"{part.dtype.str}{part.shape}".encode()
+            body = np.ascontiguousarray(part).reshape(-1).view(np.uint8)  # hashed without a copy
         else:
             head, body = b"s", part.encode() if isinstance(part, str) else part
-        h.update(len(head).to_bytes(8, "little") + head + len(body).to_bytes(8, "little") + body)
+        h.update(len(head).to_bytes(8, "little") + head + len(body).to_bytes(8, "little"))
+        h.update(body)
     return h.hexdigest()
 
 

@@ -33,15 +33,17 @@ class BatchArrays:
 
     def cut(self, first: int, stop: int) -> list[dict[str, np.ndarray]]:
         """Return the microbatches from ``first`` up to, not including, ``stop``, as views."""
-        made: list[dict[str, np.ndarray]] = [{} for _ in range(stop - first)]
+        if not self.arrays:
+            return [{} for _ in range(stop - first)]
+        columns = []
         for (key, array), starts in zip(self.arrays.items(), self.starts, strict=True):
-            if key in self.single:
-                for m, views in enumerate(made):
-                    views[key] = array[starts[first + m], ...]
-            else:
-                for m, views in enumerate(made):
-                    views[key] = array[starts[first + m] : starts[first + m + 1]]
-        return made
+            bounds = starts[first : stop + 1]
+            columns.append(
+                [array[a, ...] for a in bounds[:-1]]
+                if key in self.single
+                else [array[a:b] for a, b in pairwise(bounds)]
+            )
+        return [dict(zip(self.arrays, views, strict=True)) for views in zip(*columns, strict=True)]
 
     def only(self, wanted: Callable[[str], bool]) -> BatchArrays:
         """Return the batch with only the keys for which ``wanted`` returns True."""
@@ -104,6 +106,11 @@ class BatchArrays:
                 )
             starts.append(sums)
         return BatchArrays(arrays, starts, frozenset(single))
+
+    def nbytes_of(self, first: int, stop: int) -> int:
+        """Return the bytes of the microbatches from ``first`` up to, not including, ``stop``."""
+        both = zip(self.arrays.values(), self.starts, strict=True)
+        return sum(array[starts[first] : starts[stop]].nbytes for array, starts in both)
 
     @property
     def nbytes(self) -> int:

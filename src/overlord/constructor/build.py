@@ -120,9 +120,14 @@ class BucketBatch:
             cuts
             if self.form is None
             else Expander(
-                self.form, np.diff(self.bounds) == 0, self.allocate, self.payload, self.first
+                self.form, self._empty, self.allocate, self.payload, self.first
             ).microbatches(cuts)
         )
+
+    @property
+    def _empty(self) -> np.ndarray:
+        """Whether each microbatch has no sample."""
+        return self.bounds[1:] == self.bounds[:-1]
 
     def part(self) -> tuple[dict[str, np.ndarray], np.ndarray]:
         """Return the arrays to send; ``BatchArrays.of_part`` restores them."""
@@ -146,13 +151,12 @@ class BucketBatch:
                 b.encoder.nbytes for b in self.by_rank.values() if b.encoder is not None
             )
         stop = self.first + len(self)
-        arrays = (
-            self.wide.part(self.first, stop)[0].values()
-            if self.wide is not None
-            else (a for m in self.built for a in m.values())
-        )
         return (
-            sum(a.nbytes for a in arrays)
+            (
+                self.wide.nbytes_of(self.first, stop)
+                if self.wide is not None
+                else sum(a.nbytes for m in self.built for a in m.values())
+            )
             + (0 if self.payload is None else self.payload.nbytes(self.first, stop))
             + (0 if self.encoder is None else self.encoder.nbytes)
         )
@@ -357,9 +361,10 @@ def _build_views(
     payload: PayloadViews | None = None
     if cp == 1 and (in_place or compact):
         if in_place:
-            whole, payload = build_views(
-                staged.tokens, documents(*spans, batch, multiple, on), batch
-            )
+            # a sample of several documents has several spans in its row
+            known = staged.stage.doc[rows] if staged.plan.documents is None else None
+            docs = documents(*spans, batch, multiple, on)
+            whole, payload = build_views(staged.tokens, docs, batch, known)
         else:
             values = staged.tokens.values
             whole = build_compact(values, *spans, batch, multiple, allocate, on)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -183,27 +183,30 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
         bucket: Expander,
         m: int,
         cut: Mapping[str, np.ndarray],
-        arrays: dict[str, np.ndarray | None],
+        arrays: Mapping[str, np.ndarray],
     ):
+        """``cut``: the arrays from which others are expanded. ``arrays``: those that are shown."""
         self._bucket, self._m, self._cut, self._arrays = bucket, m, cut, arrays
 
     def __getitem__(self, key: str) -> np.ndarray:
-        array = self._arrays[key]
+        array = self._arrays.get(key)
         if array is not None:
             return array
         expanded = self._bucket.last.get(self._m)
         if expanded is None:
+            if key not in self._bucket.keys:
+                raise KeyError(key)
             expanded = self._bucket.expand(self._m, self._cut)
         return expanded[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._arrays
+        return key in self._arrays or key in self._bucket.keys
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
+        return chain(self._bucket.keys, self._arrays)
 
     def __len__(self) -> int:
-        return len(self._arrays)
+        return len(self._bucket.keys) + len(self._arrays)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the microbatch as plain arrays: reusable memory stays in this process."""
@@ -217,7 +220,17 @@ class ExpandedMicrobatch(Mapping[str, np.ndarray]):
 class Expander:
     """The expander of a bucket's compact microbatches; it holds the last expanded one."""
 
-    __slots__ = ("_allocate", "_empty", "_first", "_layout", "_payload", "_room", "_run", "last")
+    __slots__ = (
+        "_allocate",
+        "_empty",
+        "_first",
+        "_layout",
+        "_payload",
+        "_room",
+        "_run",
+        "keys",
+        "last",
+    )
 
     def __init__(
         self,
@@ -231,7 +244,8 @@ class Expander:
 
         ``empty``: mask of microbatches without documents.
         """
-        self._layout, self._empty, self._allocate = layout, empty.tolist(), allocate
+        self._layout, self._empty, self._allocate = layout, empty, allocate
+        self.keys = layout.keys  # of the arrays that are expanded
         self._payload, self._first = payload, first
         self._room = 0  # tokens of the largest microbatch: its memory fits any of them
         # The run of microbatches that each is expanded with, if the payload is here.
@@ -246,13 +260,11 @@ class Expander:
             self._room = max((payload.tokens[b] - payload.tokens[a] for a, b in runs), default=0)
         else:
             self._room = max((cut["cu_seqlens_padded"].item(-1) for cut in cuts), default=0)
-        later: dict[str, np.ndarray | None] = dict.fromkeys(self._layout.keys)
-        return [
-            ExpandedMicrobatch(
-                self, m, cut, later | {k: a for k, a in cut.items() if k not in HIDDEN}
-            )
-            for m, cut in enumerate(cuts)
-        ]
+        shown = cuts
+        if cuts and any(key in cuts[0] for key in HIDDEN):
+            shown = [{k: a for k, a in cut.items() if k not in HIDDEN} for cut in cuts]
+        both = zip(cuts, shown, strict=True)
+        return [ExpandedMicrobatch(self, m, *of_it) for m, of_it in enumerate(both)]
 
     def expand(self, m: int, cut: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         self.last = {}  # first, so that its memory can be reused
@@ -263,7 +275,7 @@ class Expander:
             self.last = dict(enumerate(run, a - self._first))
             return self.last[m]
         copy = None if self._payload is None else partial(self._payload.copy, at, at + 1)
-        made = expand(cut, self._layout, self._empty[m], self._allocate, self._room, copy)
+        made = expand(cut, self._layout, bool(self._empty[m]), self._allocate, self._room, copy)
         self.last = {m: made}
         return made
 

@@ -287,10 +287,12 @@ def with_document_arrays(
         longest = np.maximum.reduceat(docs.size, first[:-1]).astype(np.int32)
     else:
         longest = np.zeros(0, np.int32)
-    cumulative = {
-        "cu_seqlens": _cumulative(docs.true, first, counts),
-        "cu_seqlens_padded": _cumulative(docs.size, first, counts),
-    }
+    cumulative = {"cu_seqlens": _cumulative(docs.true, first, counts)}
+    cumulative["cu_seqlens_padded"] = (
+        cumulative["cu_seqlens"]
+        if np.array_equal(docs.true, docs.size)
+        else _cumulative(docs.size, first, counts)
+    )
     for array in (*arrays.values(), *per_document.values(), *cumulative.values(), longest):
         array.flags.writeable = False  # views made from here on are read-only too
     assert token_bounds is not None

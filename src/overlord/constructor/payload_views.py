@@ -16,6 +16,7 @@ import numpy as np
 
 from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.pack import (
+    IGNORE,
     TOKEN_BYTES,
     Documents,
     Layout,
@@ -46,9 +47,9 @@ class PayloadViews:
     """
 
     pieces: list[np.ndarray]
-    piece: list[int]
-    start: list[int]
-    stop: list[int]
+    piece: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
     size: np.ndarray  # int64: tokens of each document with padding
     content: np.ndarray  # int64: tokens of each document
     padded: bool  # whether some document has padding
@@ -64,8 +65,8 @@ class PayloadViews:
     def copy(self, first: int, stop: int, out: np.ndarray) -> np.ndarray:
         """Copy the ids of microbatches ``first`` to ``stop - 1``, with padding, to ``out``."""
         d, e, pieces = self.first[first], self.first[stop], self.pieces
-        spans = zip(self.piece[d:e], self.start[d:e], self.stop[d:e], strict=True)
-        documents = [pieces[k][a:b] for k, a, b in spans]
+        columns = (column[d:e].tolist() for column in (self.piece, self.start, self.stop))
+        documents = [pieces[k][a:b] for k, a, b in zip(*columns, strict=True)]
         if self.padded:
             holes = (self.size[d:e] - self.content[d:e]).tolist()
             pad = np.full(max(holes, default=0), self.pad_id, np.min_scalar_type(self.pad_id))
@@ -106,12 +107,20 @@ class PayloadViews:
         total = self.tokens[stop] - before
         arrays = allocate_arrays(total, lambda nbytes: allocate(max(nbytes, TOKEN_BYTES * room)))
         size, content = self.size[d:e], self.content[d:e]
-        offset = np.cumsum(size) - size
-        self.copy(first, stop, arrays["tokens"])
+        ends = size.cumsum()
+        offset = ends - size
+        tokens = self.copy(first, stop, arrays["tokens"])
         np.subtract(numbers(total)[:total], offset.repeat(size), out=arrays["position_ids"])
-        layout = Layout(offset, content, content, size)
-        holes = ranges(offset + content, size - content) if self.padded else NONE
-        fill_targets(arrays, NONE, holes, offset, offset, layout, labels)
+        if self.padded or labels != "shifted":
+            layout = Layout(offset, content, content, size)
+            holes = ranges(offset + content, size - content)
+            fill_targets(arrays, NONE, holes, offset, offset, layout, labels)
+        else:  # as ``fill_targets``, with fewer calls
+            ends -= 1
+            arrays["labels"][:-1] = tokens[1:]
+            arrays["labels"][ends] = IGNORE
+            arrays["loss_mask"].fill(1)
+            arrays["loss_mask"][ends] = 0
         if self.next_ids is not None and labels == "shifted":
             known = np.flatnonzero(self.next_ids[d:e] >= 0)
             ends = (offset + content)[known] - 1
@@ -123,11 +132,19 @@ class PayloadViews:
         return [{key: array[a:b] for key, array in arrays.items()} for a, b in bounds]
 
 
-def build_views(payload: Ragged, docs: Documents, batch: Batch) -> tuple[BatchArrays, PayloadViews]:
-    """Return the per-document arrays of microbatches, and the views of their ids."""
+def build_views(
+    payload: Ragged, docs: Documents, batch: Batch, rows: np.ndarray | None = None
+) -> tuple[BatchArrays, PayloadViews]:
+    """Return the per-document arrays of microbatches, and the views of their ids.
+
+    ``rows``: the payload row of each document, if it is known. An entry for each empty microbatch
+    may be missing; then the rows are searched for.
+    """
     if isinstance(payload, RaggedParts) and len(payload):
         # Starts count over all joined values; a document is inside one row of the payload.
-        row = np.searchsorted(payload.offsets[1:-1], docs.start, side="right")
+        known = rows is not None and len(rows) == len(docs.start)
+        row = rows if known else payload.offsets[1:-1].searchsorted(docs.start, side="right")
+        assert row is not None
         pieces, piece = payload.pieces, payload.piece[row]
         start = docs.start - payload.offsets[row] + payload.starts[row]
     else:
@@ -140,9 +157,9 @@ def build_views(payload: Ragged, docs: Documents, batch: Batch) -> tuple[BatchAr
             next_ids[d] = pieces[piece[d]][stop[d]]
     views = PayloadViews(
         pieces,
-        piece.tolist(),
-        start.tolist(),
-        stop.tolist(),
+        piece,
+        start,
+        stop,
         docs.size,
         docs.content,
         bool((docs.size > docs.content).any()),

@@ -175,19 +175,31 @@ class ConstructorService:
                         [*buckets, *(b for b, a in self.assemblers.items() if a.join_build(step))]
                     ),
                 )
-            case Deliver(step=step, rank=rank):
-                if rank in self.mailboxes:
-                    info, built = self._built[step, self.bucket_of[rank]]
-                    self.mailboxes[rank].put(info, built.for_rank(rank))
+            case Deliver():
+                self._deliver(command)
+                while queue and type(queue[0]) is Deliver:  # one for each rank
+                    self._deliver(queue.popleft())
             case EndRank(rank=rank, error=error):
                 if rank in self.mailboxes:
                     self.mailboxes[rank].end(error)
             case Unfinish(rank=rank):
                 if rank in self.mailboxes:
                     self.mailboxes[rank].resume()
-            case Release(step=step, bucket=bucket):
-                self._built.pop((step, bucket), None)
-                self._release_payload(step, bucket)
+            case Release():
+                self._release(command)
+                while queue and type(queue[0]) is Release:  # one for each bucket
+                    self._release(queue.popleft())
+
+    def _deliver(self, command: Deliver) -> None:
+        step, rank = command.step, command.rank
+        if rank in self.mailboxes:
+            info, built = self._built[step, self.bucket_of[rank]]
+            self.mailboxes[rank].put(info, built.for_rank(rank))
+
+    def _release(self, command: Release) -> None:
+        step, bucket = command.step, command.bucket
+        self._built.pop((step, bucket), None)
+        self._release_payload(step, bucket)
 
     def _build(self, step: int, buckets: list[int]) -> None:
         staged, info = self._staged[step], self._infos[step]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -184,10 +184,16 @@ def step_order(counts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     samples, unequal ones differ.
     """
     n = np.asarray(counts, np.int64)
-    source = np.repeat(np.arange(len(n)), n)
-    k = np.arange(len(source)) - np.repeat(np.cumsum(n) - n, n)
-    order = np.argsort((2 * k + 1) / (2 * n[source]), kind="stable")
-    return source[order].astype(np.int32), k[order]
+    order = _order_of_draw(n)
+    source = np.arange(len(n), dtype=np.int32).repeat(n)[order]
+    return source, order - (np.cumsum(n) - n)[source]
+
+
+def _order_of_draw(n: np.ndarray) -> np.ndarray:
+    """Return the rows of a draw in its order; rows are numbered source by source."""
+    first = np.cumsum(n) - n
+    twice = np.arange(1, 2 * int(n.sum()), 2) - (2 * first).repeat(n)  # 2k + 1
+    return (twice / (2 * n).repeat(n)).argsort(kind="stable")
 
 
 def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -196,6 +202,8 @@ def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndar
     ``counts[draw][source]`` is the number of samples. Also return the sub-draw of each sample in
     that order, or None if there is only one sub-draw.
     """
+    if len(counts) == 1:
+        return _order_of_draw(np.asarray(counts[0], np.int64)), None
     totals = np.sum(counts, axis=0)
     first = np.cumsum(totals) - totals
     orders = []
@@ -203,8 +211,6 @@ def step_positions(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndar
         source, k = step_order(draw)
         orders.append(first[source] + k)
         first = first + np.array(draw)
-    if len(orders) == 1:
-        return orders[0], None
     return np.concatenate(orders), np.repeat(
         np.arange(len(orders), dtype=np.int32), [len(o) for o in orders]
     )
@@ -235,6 +241,8 @@ class Drawer:
         )
         self._exact_tokens = exact_tokens
         self._random, self._seed, self._fill = random, seed, fill
+        # arguments and result of the last exact draw: a blocked draw is repeated
+        self._drawn: tuple[tuple[Any, ...], tuple[list[int], list[int]]] | None = None
         self._whole: tuple[tuple[float, ...], tuple[bool, ...], list[int]] | None = None
 
     def draw(
@@ -275,13 +283,21 @@ class Drawer:
             self._whole = (run.weights, active, whole)
         return self._whole[2]
 
+    def _counts(self, n: int, weights: list[int], run: _DrawAccounts) -> list[int]:
+        """Return ``draw_counts(n, weights, run.owed)``, and update ``run.owed``."""
+        given = (n, weights, list(run.owed))
+        if self._drawn is None or self._drawn[0] != given:
+            self._drawn = given, (draw_counts(n, weights, run.owed), list(run.owed))
+        counts, run.owed[:] = self._drawn[1]
+        return counts
+
     def _by_samples(self, run: _DrawAccounts, missing: int) -> dict[int, int]:
         while missing > 0 and any(weights := self._weights(run)):
             if self._random:
                 counts = random_counts(missing, weights, self._seed, run.step, run.picks)
                 run.picks += missing
             else:
-                counts = draw_counts(missing, weights, run.owed)
+                counts = self._counts(missing, weights, run)
             missing, need = 0, {}
             for i, count in enumerate(counts):
                 if not count:
@@ -456,7 +472,11 @@ class LoaderRequests:
             dict(of_source or {}),
         )
         # samples that each source's loaders were last requested to hold
-        self._level = [0] * len(self._loaders)
+        self._level = np.zeros(len(self._loaders), np.int64)
+        # steps by which each source is read ahead
+        self._steps = np.array(
+            [self._of_source.get(i, read_ahead) for i in range(len(self._loaders))], np.int64
+        )
         # the last group that loaders of each source may open
         self._horizon = [-1] * len(self._loaders)
         self._number()
@@ -470,13 +490,19 @@ class LoaderRequests:
         self.source_of = np.repeat(np.arange(len(self._loaders)), self._loaders).tolist()
 
     @property
+    def n_sources(self) -> int:
+        return len(self._loaders)
+
+    @property
     def n_loaders(self) -> int:
         return int(self.first[-1])
 
     def grow(self, loaders: int) -> None:
         """Add a source after all others."""
         self._loaders.append(loaders)
-        self._level.append(0)
+        self._level = np.append(self._level, 0)
+        number = len(self._steps)
+        self._steps = np.append(self._steps, self._of_source.get(number, self._read_ahead))
         self._horizon.append(-1)
         self._number()
         more = np.zeros(loaders, np.int64)
@@ -532,17 +558,15 @@ class LoaderRequests:
         Loaders refill by themselves, so a Refill is sent only if the level of a source rises, or
         falls below a quarter.
         """
-        commands: list[Refill] = []
-        for i in np.flatnonzero(counts).tolist():
-            level = int(counts[i]) * self._of_source.get(i, self._read_ahead) + 1
-            if level > self._level[i] or 4 * level < self._level[i]:
-                self._level[i] = level
-                commands += [Refill(loader, 0, self._share(i)) for loader in self.of(i)]
-        return commands
+        n = len(counts)
+        levels, before = counts * self._steps[:n] + 1, self._level[:n]
+        moved = np.flatnonzero((counts > 0) & ((levels > before) | (4 * levels < before)))
+        before[moved] = levels[moved]
+        return [Refill(loader, 0, self._share(i)) for i in moved.tolist() for loader in self.of(i)]
 
     def set_read_ahead(self, i: int, steps: int) -> None:
         """Read source i ``steps`` steps ahead, from the next ``keep_ahead`` on."""
-        self._of_source[i] = steps
+        self._steps[i] = self._of_source[i] = steps
 
     def last_refill(self, loader: int) -> Refill:
         """Return the request that is in force for a loader, for its standby."""
@@ -555,4 +579,4 @@ class LoaderRequests:
 
     def _share(self, i: int) -> int:
         """Return the number of samples that each loader of source i should hold."""
-        return -(-self._level[i] // self._loaders[i])
+        return -(-int(self._level[i]) // self._loaders[i])

@@ -97,6 +97,7 @@ class Planner:
         self._consumed = RankProgress()  # rank -> last step it took
         self._outstanding: list[int] = []  # planned steps that some rank has not taken
         self._waiting: dict[int, int] = {}  # source -> samples the blocked draw needs
+        self._unmet: set[int] = set()  # those of them that can give more, but have fewer samples
         self._pool = (
             LookAheadPool(len(spec.sources), state.ahead)
             if spec.leaves_holes or any(map(len, state.ahead))
@@ -294,7 +295,9 @@ class Planner:
                 )
                 if source not in self._waiting:
                     return commands  # no blocked draw needs samples of this source
-                if not self._satisfied():
+                if self._is_met(source):
+                    self._unmet.discard(source)
+                if self._unmet:
                     return commands + self._request_more(source)
                 return commands + self._plan_ahead()
             case Consumed(rank=rank, step=step):
@@ -432,17 +435,15 @@ class Planner:
 
     def _window_is_open(self) -> bool:
         """Return whether the next step can be planned now."""
-        if self._finished or not self._consumed or (self._waiting and not self._satisfied()):
+        if self._finished or not self._consumed or (self._waiting and self._unmet):
             return False
         self._outstanding = [s for s in self._outstanding if s > self._consumed.slowest]
         return len(self._outstanding) < self.spec.prefetch
 
-    def _satisfied(self) -> bool:
-        """Return whether each stream has what the blocked draw needs, or can give no more."""
-        return all(
-            self._streams[i].ready >= n or self._streams[i].ended or self._streams[i].error
-            for i, n in self._waiting.items()
-        )
+    def _is_met(self, i: int) -> bool:
+        """Return whether a stream has what the blocked draw needs, or can give no more."""
+        stream = self._streams[i]
+        return stream.ready >= self._waiting[i] or stream.ended or stream.error is not None
 
     def _plan_step(self) -> list[Command]:
         if dropped := self._remove_lost():
@@ -507,7 +508,8 @@ class Planner:
         result does not depend on the order in which loaders read.
         """
         self._waiting = need
-        if self._satisfied():
+        self._unmet = {i for i in need if not self._is_met(i)}
+        if not self._unmet:
             errors = ((i, self._streams[i].error) for i in sorted(need))
             broken = {i: error for i, error in errors if error is not None}
             sources = self.spec.sources

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from overlord.planning.mixture import sources_of_step
 from overlord.planning.shapes import check_shapes
 from overlord.planning.spec import Ledger, PlannerSpec
 from overlord.planning.stage_cuts import cut_samples
+from overlord.planning.strategies import validates
 from overlord.planning.stream import SourceStream, StreamPiece, step_meta
 from overlord.planning.valid_tokens import valid_tokens
 from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Buffer, Ragged, take_rows
@@ -36,14 +38,16 @@ class PieceColumns:
     """The samples of stream pieces as columns, one row per sample."""
 
     def __init__(self, pieces: Pieces):
-        self.parts = [p for _, p in pieces]
-        self.where = np.array([i for i, _ in pieces], np.int64)  # source of each piece
-        self.sizes = np.array([p.stop - p.start for p in self.parts], np.int64)
+        n, self.parts = len(pieces), [p for _, p in pieces]
+        self.where = np.fromiter((i for i, _ in pieces), np.int64, n)  # source of each piece
+        # unpacked, since reading fields of hundreds of pieces by name takes longer
+        spans = [(ids, start, stop) for _, _, _, ids, start, stop in self.parts]
+        self.sizes = np.fromiter((stop - start for _, start, stop in spans), np.int64, n)
         # epoch, group, window of each piece
-        self.at = np.array([p.at[:3] for p in self.parts], np.int64).reshape(-1, 3)
-        ids = np.concatenate(
-            [p.ids[p.start : p.stop] for p in self.parts] or [np.zeros((0, 3), np.int64)]
-        )
+        places = chain.from_iterable(at[:3] for at, *_ in self.parts)
+        self.at = np.fromiter(places, np.int64, 3 * n).reshape(-1, 3)
+        rows = [ids[start:stop] for ids, start, stop in spans] or [np.zeros((0, 3), np.int64)]
+        ids = np.concatenate(rows)
         self.file, self.row, self.part = np.ascontiguousarray(ids.T)
 
     def cursors_after(self, cursors: np.ndarray) -> np.ndarray:
@@ -57,9 +61,8 @@ class PieceColumns:
     def holders(self, first_loader: np.ndarray) -> np.ndarray:
         """Return the loader number of each sample; source i's loaders start at first_loader[i]."""
         first = np.repeat(first_loader[self.where], self.sizes)
-        # one loader per source
         if len(first_loader) == int(first_loader[-1]) + 1 or not self.parts:
-            return first
+            return first  # one loader per source
         shares = zip(self.sizes, self.parts, strict=True)
         return first + np.concatenate(
             [
@@ -96,10 +99,10 @@ def gather(
     had = {name for p in pieces.parts for name in p.found.meta} if own else ()
     buffer = Buffer(
         names=names,
-        source=np.repeat(pieces.where, pieces.sizes)[order].astype(np.int32),
-        epoch=np.repeat(pieces.at[:, 0], pieces.sizes)[order].astype(np.int32),
+        source=pieces.where.astype(np.int32).repeat(pieces.sizes)[order],
+        epoch=pieces.at[:, 0].astype(np.int32).repeat(pieces.sizes)[order],
         file=pieces.file[order].astype(np.int32),
-        row=pieces.row[order].astype(np.int64),
+        row=pieces.row[order],
         part=pieces.part[order].astype(np.int32),
         meta=meta,
         batch=context.batch,
@@ -254,12 +257,11 @@ def place_drawn(
     check_samples(plan, buffer)
     if spec.images:
         check_images(plan, buffer)
-    plan = with_documents(plan.validate(), buffer, spec.place)
-    # Samples leave a loader in the order of the source's stream.
+    if not validates(spec.strategy):
+        plan.validate()
+    plan = with_documents(plan, buffer, spec.place)
     pops = np.bincount(loader, minlength=demand.n_loaders)
-    by_stream = np.lexsort((order, loader))
-    doc = np.empty(len(loader), np.int64)
-    doc[by_stream] = np.arange(len(loader))
+    doc = _number_popped(order, loader, demand)
     if cut is not None:
         doc, loader = doc[cut.sample], loader[cut.sample]
     cursors = joint.cursors_after(context.state.cursors)
@@ -268,3 +270,16 @@ def place_drawn(
     return PlacedStep(
         plan, pops, doc, loader, cursors, drawn.owed, drawn.active, valid_tokens=valid
     )
+
+
+def _number_popped(order: np.ndarray, loader: np.ndarray, demand: LoaderRequests) -> np.ndarray:
+    """Return the number of each sample among the popped ones, which are listed loader by loader.
+
+    Samples leave a loader in the order of the source's stream. ``order``: the number of each sample
+    in the streams, source by source. With one loader per source it is the result.
+    """
+    if demand.n_loaders == demand.n_sources:
+        return order
+    doc = np.empty(len(loader), np.int64)
+    doc[np.lexsort((order, loader))] = np.arange(len(loader))
+    return doc

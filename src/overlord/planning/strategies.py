@@ -282,6 +282,11 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
 )
 
 
+def validates(strategy: Strategy) -> bool:
+    """Return whether a strategy is one of this module, whose plans are valid when they return."""
+    return any(strategy is each for each in STRATEGIES.values())
+
+
 def resolve(strategy: Any) -> Strategy:
     """Return a strategy by its name, or the function itself; raise for an unknown name."""
     if callable(strategy):

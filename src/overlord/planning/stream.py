@@ -197,10 +197,7 @@ class SourceStream:
             )
             self._advance()
             return
-        announced = self._announced.setdefault(
-            (announcement.epoch, announcement.group, announcement.window),
-            [_Announced() for _ in range(self._n_loaders)],
-        )
+        announced = self._window((announcement.epoch, announcement.group, announcement.window))
         if announcement.found is not None:
             announced[ordinal].parts.append(announcement.found)
         announced[ordinal].closed |= announcement.closes
@@ -213,9 +210,9 @@ class SourceStream:
     def _advance(self) -> None:
         while not self._exhausted and self.error is None:
             at = (self._at.epoch, self._at.group, self._at.window)
-            announced = self._announced.setdefault(
-                at, [_Announced() for _ in range(self._n_loaders)]
-            )
+            if at not in self._announced and at[:2] not in self._lasts and not self._failed:
+                return  # no loader has announced this window or the end of its group
+            announced = self._window(at)
             lasts = self._lasts.get(at[:2], [None] * self._n_loaders)
             # A loader that is done with the group has no rows in later windows and does not
             # announce them.
@@ -236,6 +233,12 @@ class SourceStream:
                 return
             del self._announced[at]
             self._next_window(lasts)
+
+    def _window(self, at: tuple[int, int, int]) -> list[_Announced]:
+        """Return the announcements of a window by loader; of a new window they are empty."""
+        if (announced := self._announced.get(at)) is None:
+            announced = self._announced[at] = [_Announced() for _ in range(self._n_loaders)]
+        return announced
 
     def _fails_at(self, loader: int, at: tuple[int, int, int]) -> bool:
         return loader in self._failed and self._failed[loader][0] == at
@@ -277,17 +280,17 @@ class SourceStream:
             goods, bads = stop
             found = take(found, np.arange(goods), np.arange(bads))
             loader, bad_at = loader if isinstance(loader, int) else loader[:goods], bad_at[:bads]
-        tokens = np.zeros(len(found) + 1, np.int64)
-        lengths = found.meta["tokens"]
+        n, lengths = len(found), found.meta["tokens"]
         assert isinstance(lengths, np.ndarray)
-        np.cumsum(lengths, out=tokens[1:])
-        ids = np.stack([found.file, found.row, found.part], axis=1, dtype=np.int64)
+        tokens, ids = np.zeros(n + 1, np.int64), np.empty((n, 3), np.int64)
+        lengths.cumsum(out=tokens[1:])
+        ids[:, 0], ids[:, 1], ids[:, 2] = found.file, found.row, found.part
         long_at, lost = _long_documents(found)
         self._segments.append(
-            _ReadyRun(self._at, found, loader, tokens, bad_at, ids, len(found), long_at, lost)
+            _ReadyRun(self._at, found, loader, tokens, bad_at, ids, n, long_at, lost)
         )
-        self._ready += len(found)
-        self._epoch_has_sample |= len(found) > 0
+        self._ready += n
+        self._epoch_has_sample |= n > 0
 
     def _check_bad(self, found: SampleBlock, bad_at: np.ndarray) -> tuple[int, int] | None:
         """Count consecutive failures in stream order; set ``error`` once they reach ``max_bad``.
@@ -474,10 +477,10 @@ def step_meta(pieces: Sequence[StreamPiece]) -> dict[str, Column]:
 
 def _joined(pieces: Sequence[StreamPiece], name: str) -> Column:
     """Return a metadata column that all pieces have, joined."""
-    held = [(p.found.meta[name], p.start, p.stop) for p in pieces]
-    arrays = [c[start:stop] for c, start, stop in held if isinstance(c, np.ndarray)]
-    if len(arrays) == len(held):
-        return np.concatenate(arrays)
+    # unpacked, since reading fields of hundreds of pieces by name takes longer
+    held = [(found.meta[name], start, stop) for _, found, _, _, start, stop in pieces]
+    if set(map(type, next(zip(*held, strict=True)))) == {np.ndarray}:
+        return np.concatenate([column[start:stop] for column, start, stop in held])  # type: ignore[index]
     return join_rows([cut_rows(*cut) for cut in held])
 
 

@@ -40,7 +40,7 @@ from overlord.planning.balance.methods import (
     register_balance,
     zigzag,
 )
-from overlord.planning.balance.placement import ItemPlacement, PackingProblem
+from overlord.planning.balance.problem import ItemPlacement, PackingProblem
 
 __all__ = [
     "LEVELS",

@@ -32,10 +32,32 @@ def by_falling(values: np.ndarray) -> np.ndarray:
     numpy radix-sorts 16-bit keys, so four passes suffice.
     """
     if len(values) < RADIX_FROM:
-        return np.argsort(-np.asarray(values, np.float64), kind="stable")
+        return (-np.asarray(values, np.float64)).argsort(kind="stable")
     # + 0.0 turns -0.0 into 0.0
     bits = ~(np.ascontiguousarray(values, np.float64) + 0.0).view(np.uint64)
     return radix_order(bits, 4)
+
+
+def by_falling_size(sizes: np.ndarray) -> np.ndarray:
+    """Return the stable order by falling value of non-negative integers.
+
+    Integers below 2^16 need a single pass.
+    """
+    if len(sizes) and int(sizes.max()) < 2**16:
+        return (~sizes.astype(np.uint16)).argsort(kind="stable")
+    return by_falling(sizes.astype(np.float64))
+
+
+def by_falling_like(values: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Return ``by_falling(values)``; ``order`` is the result if the values fall along it.
+
+    Costs often fall with sizes. Then one sort serves both, and a comparison of neighbours shows it.
+    """
+    v = values[order]
+    later = v[1:] < v[:-1]
+    if later.all() or (later | ((v[1:] == v[:-1]) & (order[1:] > order[:-1]))).all():
+        return order
+    return by_falling(values)
 
 
 def total(values: np.ndarray) -> float:
@@ -43,7 +65,7 @@ def total(values: np.ndarray) -> float:
 
     ``sum`` adds in an order of numpy's choice, and the last digit could change a plan.
     """
-    return float(np.cumsum(values)[-1]) if len(values) else 0.0
+    return float(values.cumsum()[-1]) if len(values) else 0.0
 
 
 def lpt(
@@ -52,23 +74,22 @@ def lpt(
     capacity: int = 0,
     sizes: np.ndarray | None = None,
     start: np.ndarray | None = None,
+    order: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the bin of every item by LPT; ``start``: initial loads of the bins.
 
     With a capacity (0: none) it is the lightest bin with room. If no bin has room for an item, it
-    and all cheaper items have NOWHERE.
+    and all cheaper items have NOWHERE. ``order``: ``by_falling(costs)``, if it is known.
     """
-    order = by_falling(costs)
+    order = by_falling(costs) if order is None else order
     c = costs[order]
     loads = np.zeros(n_bins) if start is None else start.copy()
     bins = np.empty(len(c), np.int32)
     # items without cost change no load: distribute them evenly instead
-    n = int(np.searchsorted(-c, 0.0))
+    n = len(c) if not len(c) or c[-1] > 0 else int(np.searchsorted(-c, 0.0))
     place = _by_heap if n_bins < FEW_BINS else _by_rounds
-    ranked = np.concatenate(
-        [place(c[:n], loads), np.arange(len(c) - n, dtype=np.int32) % np.int32(n_bins)]
-    )
-    bins[order] = ranked
+    bins[order[:n]] = place(c[:n], loads)
+    bins[order[n:]] = np.arange(len(c) - n, dtype=np.int32) % np.int32(n_bins)
     # A placement found without the capacity that happens to keep it is the same with it.
     if (
         capacity
@@ -137,14 +158,17 @@ def _by_rounds(c: np.ndarray, loads: np.ndarray) -> np.ndarray:
         if rounds > FEW_ROUNDS and at < WORTH_A_ROUND * rounds:
             bins[at:] = _by_heap(c[at:], loads)
             break
-        k = min(len(loads), len(c) - at)
-        order = np.argsort(loads, kind="stable")[:k]
+        items = c[at : at + len(loads)]
+        order = loads.argsort(kind="stable")[: len(items)]
         light = loads[order]
-        filled = light + c[at : at + k]
-        again = light[1:] >= np.minimum.accumulate(filled)[:-1]
-        m = int(again.argmax()) + 1 if again.any() else k
-        bins[at : at + m] = order[:m]
-        loads[order[:m]] = filled[:m]
+        filled = light + items
+        # Item j + 1 does not go to its bin if a bin that was just filled is at most as heavy.
+        stop = np.minimum.accumulate(filled[:-1]) <= light[1:]
+        m = int(stop.argmax()) + 1 if len(stop) else 1
+        if m == 1 and not (len(stop) and stop[0]):
+            m = len(items)
+        bins[at : at + m] = order = order[:m]
+        loads[order] = filled[:m]
         at += m
     return bins
 
@@ -290,31 +314,37 @@ def fill_up(
     size, cost = sizes[left], costs[left]
     # highest cost from each item on, negated like the sizes: both columns rise
     small, cheap = (-size, -np.maximum.accumulate(cost[::-1])[::-1])
-    taken, at = np.full(len(left), NOWHERE, np.int32), np.arange(len(left))
-    while len(at):
-        wants = np.searchsorted(
-            at, np.maximum(np.searchsorted(small, -room), np.searchsorted(cheap, -slack))
-        )
-        going = wants < len(at)  # the other bins have no room for any item left
-        bins, room, slack, wants = bins[going], room[going], slack[going], wants[going]
-        if not len(bins):
-            break
+    taken, gone = np.full(len(left), NOWHERE, np.int32), np.zeros(0, np.int64)
+    while (n_left := len(left) - len(gone)) > 0:
+        wants = np.maximum(small.searchsorted(-room), cheap.searchsorted(-slack))
+        wants -= gone.searchsorted(wants)  # among the items that are not taken
+        going = wants < n_left  # the other bins have no room for any item left
+        if not going.all():
+            bins, room, slack, wants = bins[going], room[going], slack[going], wants[going]
+            if not len(bins):
+                break
+        free = gone - np.arange(len(gone))  # items left before each taken one
+        first = int(free.searchsorted(0, side="right"))  # the first item that is not taken
         rounds = (
             1
             if wants.any()
-            else _sure_rounds(room, slack, int(size[at[0]]), -float(cheap[at[0]]), len(at))
+            else _sure_rounds(room, slack, int(size[first]), -float(cheap[first]), n_left)
         )
         if rounds > 1:  # all bins take the next items
             order, pick = np.arange(len(bins)), np.arange(rounds * len(bins)).reshape(rounds, -1)
         else:
-            order = np.argsort(wants, kind="stable")
+            order, count = wants.argsort(kind="stable"), np.arange(len(bins))
             # if two bins choose one item, the second takes the next item
-            pick = np.maximum.accumulate(wants[order] - np.arange(len(bins))) + np.arange(len(bins))
-            order, pick = order[pick < len(at)], pick[None, pick < len(at)]
-        taken[at[pick]] = bins[order]
-        room[order] -= size[at[pick]].sum(axis=0)
-        slack[order] = np.subtract.accumulate(np.vstack([slack[order], cost[at[pick]]]))[-1]
-        at = np.delete(at, pick.reshape(-1))
+            pick = np.maximum.accumulate(wants[order] - count) + count
+            order, pick = order[pick < n_left], pick[None, pick < n_left]
+        item = pick + free.searchsorted(pick, side="right")
+        taken[item] = bins[order]
+        room[order] -= size[item].sum(axis=0)
+        if len(item) == 1:
+            slack[order] -= cost[item[0]]
+        else:  # in the order of rounds
+            slack[order] = np.subtract.accumulate(np.vstack([slack[order], cost[item]]))[-1]
+        gone = np.sort(np.concatenate([gone, item.reshape(-1)]))
     return taken
 
 
@@ -501,6 +531,8 @@ def spread(
     if it makes no index slower, or all indices together by LITTLE of the step at most.
     """
     bins, limit = bucket.astype(np.int64) * m + microbatch, None
+    if np.bincount(bins, minlength=n_buckets * m).min() > 0:
+        return microbatch
     if bound is not None:
         loads = np.bincount(bins, weights=costs, minlength=n_buckets * m).reshape(n_buckets, m)
         limit = np.maximum(loads.max(axis=0), LITTLE * bound / m)

@@ -18,6 +18,7 @@ from overlord.planning.balance.binpack import NOWHERE, cut_inside, even_marks, n
 from overlord.planning.balance.groups import by_groups, nested, rows_by
 from overlord.planning.balance.local_search import even_out
 from overlord.planning.balance.methods import bins_by, fits, loads_of, none
+from overlord.planning.balance.problem import ItemPlacement, PackingProblem
 
 LEVEL = 1.0005  # factor on the lower bound at which the local search stops
 NEAR = 4  # microbatches above the least number that are tried one by one
@@ -26,80 +27,6 @@ MUCH = 1 << 25
 # items above which a step that is more than 99 % full gets one microbatch more: searching for a
 # packing would cost more
 MANY = 1 << 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ItemPlacement:
-    """The bucket and microbatch of every item, and the name of the placement algorithm."""
-
-    bucket: np.ndarray  # int32
-    microbatch: np.ndarray  # int32
-    n_microbatches: int
-    algorithm: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PackingProblem:
-    """Items to place into ``n_buckets`` x M bins of ``capacity``.
-
-    M, the number of microbatches, is at least ``microbatches`` and grows until all items fit.
-    """
-
-    costs: np.ndarray  # float64, none negative
-    sizes: np.ndarray  # int64
-    n_buckets: int
-    microbatches: int = 1
-    capacity: int = 0  # 0: none, then M never grows
-    group_size: int | None = None
-    method: str = "greedy"
-    # float64: a second size of every item, against memory_capacity
-    memory: np.ndarray | None = None
-    memory_capacity: float = 0.0
-    # sub-draw of every item, rising: keep_order keeps it together
-    substep: np.ndarray | None = None
-    # if M grows anyway, one more microbatch than needed is allowed if it levels the ranks
-    spare: bool = True
-    count_multiple: int = 1  # M is a multiple of this number
-    chunk: np.ndarray | None = None  # chunk of every item, rising: chunks are placed whole
-
-    def counted(self, m: int) -> int:
-        """Return the smallest number of microbatches of at least ``m`` that is allowed."""
-        return -(-m // self.count_multiple) * self.count_multiple
-
-    def least_microbatches(self) -> int:
-        """Return a lower bound of the number of microbatches, at least ``microbatches``.
-
-        All tokens must fit, and items above half the capacity share no bin.
-        """
-        if not self.capacity or not len(self.sizes):
-            return self.microbatches
-        by_tokens = -(-int(self.sizes.sum()) // (self.n_buckets * self.capacity))
-        by_large = -(-int((2 * self.sizes > self.capacity).sum()) // self.n_buckets)
-        return max(self.microbatches, by_tokens, by_large)
-
-    def of_chunks(self) -> PackingProblem:
-        """Return the problem whose items are the chunks."""
-        if self.chunk is None:
-            return self
-        n = int(self.chunk[-1]) + 1 if len(self.chunk) else 0
-        costs, sizes, memory = (
-            None if column is None else np.bincount(self.chunk, weights=column, minlength=n)
-            for column in (self.costs, self.sizes, self.memory)
-        )
-        assert costs is not None
-        assert sizes is not None
-        return replace(self, costs=costs, sizes=sizes.astype(np.int64), memory=memory, chunk=None)
-
-    def may_add(self, m: int) -> bool:
-        """Return whether one microbatch more than the ``m`` needed is allowed, to level the ranks.
-
-        It is not allowed if the items fit into the requested number of microbatches.
-        """
-        return self.spare and self.capacity > 0 and m > self.microbatches
-
-    def bound(self) -> float:
-        """Return a lower bound of the heaviest bucket: the mean or the most expensive item."""
-        return max(binpack.total(self.costs) / self.n_buckets, float(self.costs.max(initial=0.0)))
 
 
 Way = Callable[[PackingProblem, int], ItemPlacement | None]
@@ -316,10 +243,13 @@ def _assign_buckets(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     In each index, the heavier a bin, the lighter the bucket that gets it.
     """
     bucket_of, total = np.empty(loads.shape, np.int32), np.zeros(loads.shape[1])
-    for k, row in enumerate(loads):
-        heavy, poorest = binpack.by_falling(row), np.argsort(total, kind="stable")
-        bucket_of[k, heavy] = poorest
-        total[poorest] += row[heavy]
+    heavy = (-loads).argsort(axis=1, kind="stable")
+    for number, row, by_load in zip(
+        bucket_of, np.take_along_axis(loads, heavy, 1), heavy, strict=True
+    ):
+        poorest = total.argsort(kind="stable")
+        number[by_load] = poorest
+        total[poorest] += row
     return bucket_of.reshape(-1), total
 
 
@@ -339,11 +269,17 @@ def _packed(p: PackingProblem, rows: np.ndarray) -> np.ndarray | None:
     )
 
 
+class SortedItems:
+    """The orders of a problem's items that several algorithms need, each sorted once."""
+
+    def __init__(self, p: PackingProblem):
+        self.by_size = binpack.by_falling_size(p.sizes)
+        self.by_cost = binpack.by_falling_like(p.costs, self.by_size)
+
+
 def flat(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
     """Place by LPT over all bins at once; ``once`` as in ``_arrange``."""
-    return _arrange(
-        p, bins_by("greedy", p.costs, p.n_buckets * m, p.capacity, p.sizes), m, "flat", once
-    )
+    return _arrange(p, _flat_bins(p, m, SortedItems(p)), m, "flat", once)
 
 
 def levelled(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | None:
@@ -352,14 +288,26 @@ def levelled(p: PackingProblem, m: int, once: bool = False) -> ItemPlacement | N
     Such an index is slow in any case. If LPT finds no room, more indices are filled, which packs
     tighter. ``once`` as in ``_arrange``.
     """
+    bins = _levelled_bins(p, m, SortedItems(p))
+    return None if bins is None else _arrange(p, bins, m, "levelled", once)
+
+
+def _flat_bins(p: PackingProblem, m: int, items: SortedItems) -> np.ndarray:
+    """Return the bins of ``flat``; NOWHERE for items without room."""
+    order = items.by_cost
+    return binpack.lpt(p.costs, p.n_buckets * m, p.capacity, p.sizes, order=order)
+
+
+def _levelled_bins(p: PackingProblem, m: int, items: SortedItems) -> np.ndarray | None:
+    """Return the bins of ``levelled``, or None; NOWHERE for items without room."""
     if _is_large(p) and p.sizes.sum() > 0.99 * p.n_buckets * m * p.capacity:
         return None
-    filled = _fill_indices(p, m)
+    filled = _fill_indices(p, m, items.by_size)
     while filled is not None:
-        bins, k = _with_the_rest(p, m, filled), filled.indices
-        if k >= m - 1 or fits(bins, p.sizes, p.n_buckets * m, p.capacity):
-            return _arrange(p, bins, m, "levelled", once)
-        filled = _fill_indices(p, m, filled, k + max(1, (m - k) // 2))
+        bins, k = _with_the_rest(p, m, filled, by_cost=items.by_cost), filled.indices
+        if k >= m - 1 or bins.min(initial=0) >= 0:
+            return bins
+        filled = _fill_indices(p, m, items.by_size, filled, k + max(1, (m - k) // 2))
     return None
 
 
@@ -373,7 +321,11 @@ class PartialPacking:
 
 
 def _fill_indices(
-    p: PackingProblem, m: int, before: PartialPacking | None = None, at_least: int = 0
+    p: PackingProblem,
+    m: int,
+    by_size: np.ndarray,
+    before: PartialPacking | None = None,
+    at_least: int = 0,
 ) -> PartialPacking | None:
     """Fill index after index while the most expensive item left costs more than the mean bin.
 
@@ -383,43 +335,50 @@ def _fill_indices(
     """
     if len(p.costs) * m > MUCH:
         return None
-    n, k, bins, left = (
-        p.n_buckets,
-        0,
-        np.full(len(p.costs), NOWHERE, np.int32),
-        binpack.by_falling(p.sizes.astype(np.float64)),
-    )
+    n, k, bins, left = p.n_buckets, 0, np.full(len(p.costs), NOWHERE, np.int32), by_size
     if before is not None:
         k, bins, left = before.indices, before.bins.copy(), before.left
+    costs, sizes = p.costs[left], p.sizes[left]
+    tokens = int(sizes.sum())
     while k < m:
-        mean, dearest = (
-            binpack.total(p.costs[left]) / (n * (m - k)),
-            float(p.costs[left].max(initial=0.0)),
-        )
+        mean, dearest = binpack.total(costs) / (n * (m - k)), float(costs.max(initial=0.0))
         if dearest <= mean and k >= at_least:
             break
         most = (1 + 2.0**-30) * max(dearest, mean)
         taken = binpack.fill_up(
             left, p.costs, p.sizes, n_bins=n, capacity=p.capacity or 2**62, most=most
         )
-        bins[left[taken >= 0]] = taken[taken >= 0] + np.int32(k * n)
-        left, k = left[taken < 0], k + 1
-        if p.capacity and int(p.sizes[left].sum()) > n * (m - k) * p.capacity:
+        stays = taken < 0
+        going = np.flatnonzero(~stays)
+        bins[left[going]] = taken[going] + np.int32(k * n)
+        tokens -= int(sizes[going].sum())
+        left, costs, sizes, k = left[stays], costs[stays], sizes[stays], k + 1
+        if p.capacity and tokens > n * (m - k) * p.capacity:
             return None
     return PartialPacking(k, bins, left)
 
 
 def _with_the_rest(
-    p: PackingProblem, m: int, filled: PartialPacking, start: np.ndarray | None = None
+    p: PackingProblem,
+    m: int,
+    filled: PartialPacking,
+    start: np.ndarray | None = None,
+    *,
+    by_cost: np.ndarray,
 ) -> np.ndarray:
     """Return the bins of all items, NOWHERE for items without room.
 
     LPT places the items left into the indices that are not filled yet. ``start``: initial loads of
-    the bins of these indices.
+    the bins of these indices. ``by_cost``: all items by falling cost.
     """
-    bins, left, first = filled.bins.copy(), np.sort(filled.left), filled.indices * p.n_buckets
+    bins, first = filled.bins.copy(), filled.indices * p.n_buckets
+    left = np.flatnonzero(bins == NOWHERE)
     if len(left) and filled.indices < m:
-        rest = binpack.lpt(p.costs[left], m * p.n_buckets - first, p.capacity, p.sizes[left], start)
+        order = by_cost[bins[by_cost] == NOWHERE]
+        if len(left) < len(bins):  # the numbers of the items among those left
+            order = (np.cumsum(bins == NOWHERE) - 1)[order]
+        costs, sizes = p.costs[left], p.sizes[left]
+        rest = binpack.lpt(costs, m * p.n_buckets - first, p.capacity, sizes, start, order)
         bins[left] = np.where(rest == NOWHERE, NOWHERE, rest + np.int32(first))
     return bins
 
@@ -436,14 +395,16 @@ def alternating(p: PackingProblem, m: int) -> ItemPlacement | None:
 
 def _with_totals(p: PackingProblem, m: int) -> ItemPlacement | None:
     """Place as ``levelled``, but give a bucket with light bins more in its later microbatches."""
-    n, filled = p.n_buckets, _fill_indices(p, m)
+    n, items = p.n_buckets, SortedItems(p)
+    filled = _fill_indices(p, m, items.by_size)
     if filled is None:
         return None
     k, bins = filled.indices, filled.bins.copy()
     placed = np.flatnonzero(bins >= 0)
     bucket_of, total = _assign_buckets(loads_of(bins[placed], p.costs[placed], n * k).reshape(k, n))
     bins[placed] = bins[placed] // n * n + bucket_of[bins[placed]]
-    bins = _with_the_rest(p, m, replace(filled, bins=bins), np.tile(total / max(1, m - k), m - k))
+    start = np.tile(total / max(1, m - k), m - k)
+    bins = _with_the_rest(p, m, replace(filled, bins=bins), start, by_cost=items.by_cost)
     if not fits(bins, p.sizes, n * m, p.capacity):
         return None
     loads = loads_of(bins, p.costs, n * m)
@@ -497,10 +458,36 @@ def better_flat(p: PackingProblem, m: int) -> ItemPlacement | None:
     """
     if m == 1:
         return whole(p, m) or tight(p, m)
-    found = [f for f in (flat(p, m), levelled(p, m)) if f is not None]
+    if (best := _best_of_flat(p, m)) is not None:
+        return best
     # two levels and best fit pack tighter than flat and levelled
-    found = found or [f for f in (two_level(p, m), _best_fit(p, m)) if f is not None]
+    found = [f for f in (two_level(p, m), _best_fit(p, m)) if f is not None]
     return min(found, key=lambda f: waited(p, f)) if found else None
+
+
+def _best_of_flat(p: PackingProblem, m: int) -> ItemPlacement | None:
+    """Return the better of flat and levelled; None if neither keeps the capacity.
+
+    The loads of the bins tell it. Only the better one is arranged, unless a bin is empty: then a
+    sample moves into it, which changes the loads.
+    """
+    items, n = SortedItems(p), p.n_buckets * m
+    tried = {"flat": _flat_bins(p, m, items), "levelled": _levelled_bins(p, m, items)}
+    kept = {
+        name: bins
+        for name, bins in tried.items()
+        if bins is not None and fits(bins, p.sizes, n, p.capacity)
+    }
+    if any(np.bincount(bins, minlength=n).min() == 0 for bins in kept.values()):
+        found = [f for name, b in kept.items() if (f := _arrange(p, b, m, name)) is not None]
+        return min(found, key=lambda f: waited(p, f)) if found else None
+    best, least = None, np.inf
+    for name, bins in kept.items():
+        loads = loads_of(bins, p.costs, n)
+        slowest = loads[binpack.by_falling(loads)][:: p.n_buckets]  # of each index
+        if (time := binpack.total(slowest)) < least:
+            best, least = name, time
+    return None if best is None else _arrange(p, kept[best], m, best)
 
 
 def tight(p: PackingProblem, m: int) -> ItemPlacement | None:
