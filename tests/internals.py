@@ -502,7 +502,7 @@ def collection_sizes(runtime: Any, prepared: Any, executor: Any) -> dict[str, in
 
 def run_inline_below(executor: Any, seconds: float) -> None:
     """Let an executor run work that took less than this on the event loop."""
-    executor._inline_s = seconds
+    executor._inline_s = executor._inline_read_s = seconds
 
 
 def replace_format(chunks: Any, make: Callable[[Any], Any]) -> None:

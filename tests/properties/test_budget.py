@@ -47,6 +47,12 @@ class Seen:
     def read(self, command: Read) -> Any:
         return self._reader.read(command)
 
+    def read_on(self, command: Read) -> Any:
+        outcome = self._reader.read_on(command)
+        if isinstance(outcome, tuple):
+            self.largest = max(self.largest, *(block.nbytes for _, block in outcome[0].windows))
+        return outcome
+
     def evaluate(self, command: Evaluate) -> Any:
         evaluated, tokens = self._reader.evaluate(command)
         self.largest = max(self.largest, tokens.nbytes)
@@ -69,7 +75,7 @@ class Watched(VirtualExecutor):
         waits: bool = False,
     ) -> None:
         kind, _, number = name.partition(" ")
-        if kind == "evaluate" and not urgent:
+        if not urgent and kind in ("read", "evaluate"):
             self.ahead(int(number))
         super().submit(name, work, done, size=size, urgent=urgent)
 

@@ -78,7 +78,10 @@ class Nowhere:
 
 def outcome_of(reader: SourceReader, command: Read | Evaluate) -> Any:
     try:
-        return reader.read(command) if isinstance(command, Read) else reader.evaluate(command)[0]
+        if isinstance(command, Evaluate):
+            return reader.evaluate(command)[0]
+        outcome = reader.read_on(command)
+        return outcome[0] if isinstance(outcome, tuple) else outcome
     except Exception as error:
         return ReadFailed(error)
 

@@ -38,13 +38,13 @@ def failing(after: dict[str, int]) -> Iterator[None]:
     """Storage that gives so many slices of a source and then no more."""
 
     class Failing(ChunkReader):
-        def slice(self, chunk: int, t: int) -> RawSlice:
+        def slices(self, chunk: int, t: int, n: int) -> RawSlice:
             name = self.index.source
             if name in after:
                 after[name] -= 1
                 if after[name] < 0:
                     raise StorageError(name, "the disk is gone", "a file")
-            return super().slice(chunk, t)
+            return super().slices(chunk, t, n)
 
     with patch.object(prepared_job, "ChunkReader", Failing):
         yield

@@ -17,6 +17,7 @@ from overlord.messages.data import (
     ReadFailed,
     SampleBlock,
     WindowReady,
+    WindowsReady,
 )
 
 PLAIN = SourceOrder(name="web", n_chunks=4, seed=0, shuffle=False, shuffle_chunks=1)
@@ -200,3 +201,36 @@ def test_a_loader_does_not_run_past_the_horizon() -> None:
     announced = loader.handle(Refill(0, must=1, level=0))
     assert len(announced) == 9  # its own group and eight ahead, all without chunks of its own
     assert len(loader.handle(Refill(0, must=1, level=0, horizon=10))) == 2
+
+
+def test_windows_that_were_read_at_once_are_announced_one_by_one() -> None:
+    loader = Loader(0, PLAIN, epochs=1)
+    [read] = loader.handle(Refill(0, must=0, level=9))
+    assert isinstance(read, Read)
+    assert (read.ahead.samples, [g.group for g in read.ahead.groups]) == (9, [1, 2, 3])
+    windows = (
+        (WindowReady(rows=4, over=()), evaluated(4)),
+        (WindowReady(rows=3, over=(0,)), evaluated(3)),
+        (WindowReady(rows=5, over=()), evaluated(5)),
+    )
+    assert brief(loader.handle(WindowsReady(windows))) == [
+        (0, 0, 0, 4, True, False),
+        (0, 0, 1, 3, True, True),
+        (0, 1, 0, 5, True, False),
+    ]
+    assert (loader.ready, loader.activity) == (12, "idle")
+
+
+def test_a_read_for_a_draw_goes_on_no_further_than_the_draw_needs() -> None:
+    loader = Loader(0, PLAIN, epochs=1, budget_bytes=100)
+    [read] = loader.handle(Refill(0, must=3, level=9))
+    assert isinstance(read, Read)
+    assert (read.ahead.samples, read.ahead.nbytes) == (3, 100)
+
+
+def test_a_read_continues_with_no_group_beyond_the_horizon() -> None:
+    loader = Loader(0, PLAIN, epochs=None, cursor=Cursor(epoch=0, group=3))
+    [read] = loader.handle(Refill(0, must=3, level=9, horizon=0))
+    assert isinstance(read, Read)
+    assert [(g.epoch, g.group) for g in read.ahead.groups] == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    assert [g.chunks for g in read.ahead.groups] == [(0,), (1,), (2,), (3,)]

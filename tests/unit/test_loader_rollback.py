@@ -292,11 +292,10 @@ def test_work_under_way_goes_on_and_is_heard_in_the_new_generation() -> None:
     run = drawing()
     run.refill(3, 3)
     run.back(-1)
-    assert len(run.hosts[0].executor.begun) == 1
-    run.hosts[0].executor.end()  # read
     run.back(-1)
     run.refill(3, 3)
-    run.hosts[0].executor.end()  # evaluated
+    assert len(run.hosts[0].executor.begun) == 1
+    run.hosts[0].executor.end()  # read and evaluated
     assert [n.generation for n in run.hosts[0].said] == [2 * STRIDE]
     run.hear()
     assert run.stream.ready >= 3

@@ -11,7 +11,17 @@ import pyarrow as pa
 import pytest
 
 import overlord as ov
-from overlord.messages.data import Evaluate, Read
+from overlord.content import Content
+from overlord.loader.reader import SourceReader
+from overlord.messages.data import (
+    BlockReady,
+    Evaluate,
+    GroupShare,
+    Read,
+    ReadAhead,
+    WindowReady,
+    WindowsReady,
+)
 from overlord.sample import Ragged
 from overlord.session.local_runtime import LocalRuntime
 from overlord.setup.prepared_job import Options, PreparedJob
@@ -129,3 +139,111 @@ def test_long_lists_are_taken_as_arrow_takes_them(list_of: Callable[[pa.DataType
             taken.validate(full=True)
             assert taken.equals(table.take(pa.array(rows)))
             assert taken.schema == table.schema
+
+
+# Several windows of one command
+
+
+def reader_of(path: str, *transforms: object, **fields: object) -> SourceReader:
+    source = ov.Source("s", path, transforms=list(transforms), shuffle=False, epochs=1)
+    job = ov.Job(name="t", sources=[source], batch=ov.Batch(samples=4, context=64), **fields)  # type: ignore[arg-type]
+    slots = LocalRuntime(PreparedJob(job, Options()), Nowhere()).loading.slots
+    return slots[0].reader
+
+
+def described(window: WindowReady, block: BlockReady) -> tuple[object, ...]:
+    found = block.found
+    columns = (found.key, found.file, found.row, found.part, found.meta["tokens"])
+    long = [] if found.long is None else list(zip(found.long.row, found.long.lost, strict=True))
+    return (
+        (window.rows, window.over, block.rows, block.nbytes),
+        *(column.tolist() for column in columns),
+        [(int(row), int(lost)) for row, lost in long],
+    )
+
+
+def one_by_one(reader: SourceReader, reads: list[Read]) -> tuple[list[object], list[list[int]]]:
+    windows, ids = list[object](), list[list[int]]()
+    for read in reads:
+        window = reader.read(read)
+        block, content = reader.evaluate(Evaluate(0, window.rows))
+        windows.append(described(window, block))
+        ids += rows_of(content)
+    return windows, ids
+
+
+def rows_of(content: Content) -> list[list[int]]:
+    return [content.tokens[i].tolist() for i in range(len(content))]
+
+
+@pytest.mark.parametrize("on_long", ["truncate", "split", "drop"])
+def test_windows_that_are_read_on_equal_windows_that_are_read_one_by_one(
+    tmp_path: Path, on_long: str
+) -> None:
+    rows = [{"tokens": [i] * (1 + i * 7 % 90)} for i in range(60)]  # some exceed the context of 64
+    glob = write_rows(tmp_path, "parquet", rows, files=2)
+    fields = {"slice_rows": 8, "on_long": on_long}
+    ahead = ReadAhead(1000, 2**20, (GroupShare(0, 1, (1,)),))
+    outcome = reader_of(glob, ov.Tokens("tokens"), **fields).read_on(
+        Read(0, 0, 0, 0, (0,), ahead=ahead)
+    )
+    assert isinstance(outcome, tuple)
+    ready, contents = outcome
+    reads = [Read(0, 0, g, t, (g,)) for g in (0, 1) for t in range(4)]
+    windows, ids = one_by_one(reader_of(glob, ov.Tokens("tokens"), **fields), reads)
+    assert [described(*pair) for pair in ready.windows] == windows
+    assert [row for content in contents for row in rows_of(content)] == ids
+    assert len(windows) == 8
+
+
+@pytest.mark.parametrize(
+    ("samples", "nbytes", "windows"), [(1, 2**20, 1), (17, 2**20, 4), (60, 1, 1)]
+)
+def test_a_read_goes_on_no_further_than_the_loader_has_a_use_for(
+    tmp_path: Path, samples: int, nbytes: int, windows: int
+) -> None:
+    """24 rows leave 6 of the group: these are read with them."""
+    glob = write_rows(tmp_path, "parquet", [{"tokens": [i] * 9} for i in range(60)], files=2)
+    reader = reader_of(glob, ov.Tokens("tokens"), slice_rows=8)
+    ahead = ReadAhead(samples, nbytes, (GroupShare(0, 1, (1,)),))
+    outcome = reader.read_on(Read(0, 0, 0, 0, (0,), ahead=ahead))
+    assert isinstance(outcome, tuple)
+    assert len(outcome[0].windows) == windows
+
+
+def test_a_row_without_ids_ends_what_is_read_on_before_its_window(tmp_path: Path) -> None:
+    rows = [{"tokens": [] if i == 20 else [i]} for i in range(30)]
+    glob = write_rows(tmp_path, "parquet", rows, files=1)
+    reader, ahead = reader_of(glob, ov.Tokens("tokens"), slice_rows=8), ReadAhead(30, 2**20)
+    window = reader.read_on(Read(0, 0, 0, 0, (0,), ahead=ahead))
+    assert window == WindowReady(8, (), window.nbytes)  # rows of the other windows are left
+    block, content = reader.evaluate(Evaluate(0, 8))
+    assert rows_of(content) == [[i] for i in range(8)]
+    ready, _ = reader.read_on(Read(0, 0, 0, 1, (0,), ahead=ahead))
+    assert isinstance(ready, WindowsReady)
+    assert [w.rows for w, _ in ready.windows] == [8]
+    assert reader.read_on(Read(0, 0, 0, 2, (0,), ahead=ahead)).rows == 8
+    block, _ = reader.evaluate(Evaluate(0, 8))
+    assert block.found.bad_row.tolist() == [20]
+
+
+def test_user_code_gets_one_slice_at_a_time_however_much_is_lacking(tmp_path: Path) -> None:
+    glob = write_rows(tmp_path, "parquet", [{"tokens": [i]} for i in range(30)], files=1)
+    sizes = list[int]()
+
+    def seen(columns: dict[str, list[object]]) -> np.ndarray:
+        sizes.append(len(columns["tokens"]))
+        return np.ones(sizes[-1], bool)
+
+    reader = reader_of(glob, ov.Filter(seen), ov.Tokens("tokens"), slice_rows=8)
+    reader.read_on(Read(0, 0, 0, 0, (0,), ahead=ReadAhead(30, 2**20)))
+    assert sizes == [8]
+
+
+def test_rows_of_equal_keys_are_ordered_by_file_and_row(tmp_path: Path) -> None:
+    glob = write_rows(tmp_path, "parquet", [{"tokens": [i]} for i in range(30)], files=3)
+    reader = reader_of(glob, ov.Tokens("tokens"))  # unshuffled: the key of a row is its number
+    reader.read(Read(0, 0, 0, 0, (2, 0, 1)))
+    block, _ = reader.evaluate(Evaluate(0, 30))
+    order = list(zip(block.found.row.tolist(), block.found.file.tolist(), strict=True))
+    assert order == sorted(order)

@@ -328,7 +328,7 @@ def test_short_reads_of_a_disk_are_done_at_once_and_one_that_fails_is_left_to_a_
     slow.go.set()
     reader, loop, told = hanging(tmp_path, Time(), slow), EventLoop("test"), list[Any]()
     file = Path(reader.chunks.index.files[0].path)
-    executor = ThreadExecutor(1, loop, inline_s=0.9)
+    executor = ThreadExecutor(1, loop, inline_read_s=0.9)
     loop.start(lambda error: told.append(error))
     where: list[str] = []
 

@@ -37,6 +37,24 @@ def test_any_slice_can_be_asked_for_in_any_order(tmp_path, format):
         assert chunks.file_of(chunk) == chunk
 
 
+def test_slices_of_a_small_row_group_of_numbers_are_read_as_one(tmp_path):
+    glob = write_rows(tmp_path / "data", "parquet", ROWS, files=3)
+    options = ReadOptions(slice_rows=10, columns=("id",))
+    chunks = ChunkReader(build_index("web", glob, None, options), options, OpenChunkCache())
+    for t, n in ((0, 2), (1, 5), (2, 1), (0, 3), (3, 1)):
+        raw = chunks.slices(1, t, n)
+        assert raw.table["id"].to_pylist() == list(range(30, 60))[10 * t : 10 * (t + n)]
+        assert raw.row.tolist() == list(range(30))[10 * t : 10 * (t + n)]
+        assert raw.last == (t + n >= 3)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_text_is_read_slice_by_slice(tmp_path, format):
+    raw = reader(tmp_path, format).slices(0, 1, 2)
+    assert texts(raw) == [f"row {i}" for i in range(10, 20)]
+    assert not raw.last
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_slice_past_the_end_is_empty_and_last(tmp_path, format):
     raw = reader(tmp_path, format).slice(0, 7)

@@ -261,12 +261,19 @@ class ThreadExecutor:
     All executors of a process share its threads (``concurrency/thread_pool.py``). Work that was
     short so far runs at once, on the event loop. Once it takes longer, work of the same name runs
     in the threads again. Reads of a mount or a store never run on the loop, since they may hang;
-    nor does user code. Reads of a local disk do, unless they fail.
+    nor does user code. Very short reads of a local disk do, unless they fail: longer ones release
+    the interpreter lock, and overlap with each other and with the loop.
     """
 
-    def __init__(self, workers: int, loop: EventLoop, inline_s: float = TIMEOUTS.inline_s):
+    def __init__(
+        self,
+        workers: int,
+        loop: EventLoop,
+        inline_s: float = TIMEOUTS.inline_s,
+        inline_read_s: float = TIMEOUTS.inline_read_s,
+    ):
         self._loop = loop
-        self._inline_s = inline_s
+        self._inline_s, self._inline_read_s = inline_s, inline_read_s
         self._seconds: dict[str, list[float]] = {}  # name -> seconds per unit, the last four times
         self._pool = join_pool(self, workers)
         self._report_lock = threading.Lock()
@@ -297,7 +304,8 @@ class ThreadExecutor:
         """Run the work on the event loop if it was short so far; return whether it completed."""
         # Use the minimum of four: waiting for the interpreter lock prolongs some of them, waiting
         # for storage prolongs all.
-        if size * min(self._seconds.get(name, (1.0,))) >= self._inline_s:
+        limit = self._inline_s if waits is None else self._inline_read_s
+        if size * min(self._seconds.get(name, (1.0,))) >= limit:
             return False
         with nullcontext() if waits is None else waits.no_wait():
             outcome = self._timed(name, work, size)

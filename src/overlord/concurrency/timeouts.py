@@ -11,6 +11,9 @@ class Timeouts:
     # and data that crosses CPU cores costs more. Below this, one thread uses a third less CPU and
     # is hardly slower (benchmarks/throughput.py, null job). Tokenizing blocks are sized above it.
     inline_s: float = 0.005
+    # The same for reads. Most of a read is decoding, which releases the interpreter lock: from here
+    # on a thread costs a few percent more CPU time, and the event loop does other work meanwhile.
+    inline_read_s: float = 0.0005
     turn_s: float = 0.02  # that a chain of short work may run before other calls
     slow_s: float = 0.020  # work on the loop that took this long soon runs in a thread again
     stuck_s: float = 1.0  # a read that takes longer waits for storage: another thread replaces it

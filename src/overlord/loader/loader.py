@@ -8,6 +8,8 @@ so the start-up costs the evaluation of step 0, and not of full buffers.
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +19,14 @@ from overlord.messages.data import (
     Announce,
     BlockReady,
     Evaluate,
+    GroupShare,
     Pop,
     Read,
+    ReadAhead,
     ReadFailed,
     SampleBlock,
     WindowReady,
+    WindowsReady,
 )
 
 Command = Read | Evaluate | Announce
@@ -33,6 +38,9 @@ BLOCK_S = 0.016
 # BLOCK_S. With hundreds of sources, step 1 would otherwise wait until all of them have read several
 # steps ahead.
 FIRST_BLOCK = 8
+# Most groups after the current one that a read may continue with: without shuffling a group is one
+# chunk, perhaps of a few rows.
+GROUPS_PER_READ = 4
 
 
 class Loader:
@@ -63,6 +71,7 @@ class Loader:
         self._block_rows, self._budget = block_rows, budget_bytes
         self._block_limit = FIRST_BLOCK // 2
         self._groups = order.groups_from(cursor.epoch, cursor.group, epochs)
+        self._coming: deque[GroupShare] = deque()  # the next groups, as far as they are known
         self._after: Cursor | None = cursor if cursor.file >= 0 else None
         self._window = cursor.window
         self._epoch, self._group = -1, -1
@@ -155,6 +164,8 @@ class Loader:
                 return self._window_ready(event) + self._next_work()
             case BlockReady():
                 return self._block_ready(event) + self._next_work()
+            case WindowsReady(windows=windows):
+                return self._windows_ready(windows) + self._next_work()
             case ReadFailed(error=error):
                 self._busy, self._done, self.failed = "", True, True
                 at = (self._epoch, self._group, self._window)
@@ -172,6 +183,15 @@ class Loader:
         if event.rows:
             return []
         return self._announce(SampleBlock.empty(event.dropped) if event.dropped else None)
+
+    def _windows_ready(self, windows: Sequence[tuple[WindowReady, BlockReady]]) -> list[Command]:
+        commands: list[Command] = []
+        for window, block in windows:
+            while not self._chunks:  # a group without a chunk of this loader
+                commands += self._announce(None)
+            commands += self._window_ready(window)
+            commands += self._block_ready(block)
+        return commands
 
     def _block_ready(self, event: BlockReady) -> list[Command]:
         self._busy = ""
@@ -237,14 +257,28 @@ class Loader:
 
         A group without a chunk of this loader is announced as complete when its turn comes.
         """
-        at = next(self._groups, None)
-        if at is None:
+        if not self._know_groups(1):
             self._done = True
             return
         if self._epoch >= 0:
             self._window, self._after = 0, None  # the cursor belongs to the first group alone
-        self._epoch, self._group = at
-        self._chunks = self._order.owned(self._epoch, self._group, self._loader, self._loaders)
+        self._epoch, self._group, self._chunks = self._coming.popleft()
+
+    def _know_groups(self, n: int) -> bool:
+        """Return whether n more groups follow."""
+        while len(self._coming) < n:
+            if (at := next(self._groups, None)) is None:
+                return False
+            chunks = self._order.owned(*at, self._loader, self._loaders)
+            self._coming.append(GroupShare(*at, chunks))
+        return True
+
+    def _read_ahead(self, urgent: bool) -> ReadAhead:
+        """Return how far a read may continue; an urgent one ends with what the draw lacks."""
+        self._know_groups(GROUPS_PER_READ)
+        lacking = (self._must_have if urgent else self._level) - self.ready
+        groups = tuple(g for g in self._coming if self._within_horizon(g.epoch, g.group))
+        return ReadAhead(lacking, self._budget - self.ready_bytes, groups)
 
     def _next_work(self) -> list[Command]:
         commands: list[Command] = []
@@ -260,19 +294,23 @@ class Loader:
                     f"reading window {self._window} of group {self._group}, epoch {self._epoch}"
                 )
                 at, urgent = (self._epoch, self._group, self._window), self.ready < self._must_have
+                ahead = self._read_ahead(urgent)
                 commands.append(
-                    Read(self.number, *at, self._chunks, self._after, urgent, self.life)
+                    Read(self.number, *at, self._chunks, self._after, urgent, self.life, ahead)
                 )
             else:
                 commands += self._announce(None)
         return commands
 
     def _needs_work(self) -> bool:
-        if not self._rows and self._epoch * self._order.n_groups + self._group > self._horizon:
+        if not self._rows and not self._within_horizon(self._epoch, self._group):
             return False
         if self.ready < self._must_have:
             return True
         return self.ready < self._level and self.ready_bytes < self._budget
+
+    def _within_horizon(self, epoch: int, group: int) -> bool:
+        return epoch * self._order.n_groups + group <= self._horizon
 
     def _block(self) -> int:
         """Return the number of rows of the next block.

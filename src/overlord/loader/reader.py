@@ -33,13 +33,15 @@ from overlord.messages.control import Cursor
 from overlord.messages.data import (
     BlockReady,
     Evaluate,
+    GroupShare,
     LongDocuments,
     Read,
     SampleBlock,
     WindowReady,
+    WindowsReady,
 )
-from overlord.sample import take_rows
-from overlord.sources.base import RawSlice, rows_within
+from overlord.sample import cut_rows, take_rows
+from overlord.sources.base import RawSlice, ReadOptions, rows_within
 from overlord.sources.index import Index
 from overlord.sources.retry import CLOCK, Clock
 from overlord.sources.tables import compact, rows_of
@@ -47,6 +49,10 @@ from overlord.sources.timeouts import TIMEOUTS
 from overlord.transforms.base import Block, RowIds, StagedRows, failed_block, merge_blocks
 
 READS = 64  # number of recent reads whose durations are kept
+# A read takes the rest of a group if it is this many times the rows that are needed, or less: the
+# rest is in memory with them, and to read it later costs another round trip.
+SPARE = 2.5
+READ_BYTES = 2**21  # of ids, after which a read continues with no other window: some 5 ms
 
 
 class Stages(Protocol):
@@ -66,8 +72,9 @@ class ChunkSource(Protocol):
     """Reader of raw slices (`sources.chunk_reader.ChunkReader`)."""
 
     index: Index
+    options: ReadOptions
 
-    def slice(self, chunk: int, t: int) -> RawSlice: ...
+    def slices(self, chunk: int, t: int, n: int) -> RawSlice: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +92,10 @@ class _Window:
     position: int = 0  # number of evaluated rows
     # Turns rows of the only table into a block without a copy, if samples are rows of ids.
     block_of: Callable[[np.ndarray], Block] | None = None
+
+    def first_rows(self, n: int) -> _Window:
+        """Return the window with its first n rows only."""
+        return replace(self, key=self.key[:n], file=self.file[:n], row=self.row[:n], at=self.at[:n])
 
 
 @dataclass(slots=True)
@@ -174,6 +185,7 @@ class SourceReader:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # Identity of the read in progress; the result of a read with another identity is dropped.
     _read_id: object = None
+    _singly: bool = False  # windows are read one by one: some have more than rows of ids
 
     # Status queries of other threads while a read is in progress.
 
@@ -249,18 +261,105 @@ class SourceReader:
         return error
 
     def read(self, command: Read) -> WindowReady:
+        """Open the window of a command."""
+        window, over, read_id = self._timed_open(command, 1)
+        return self._hold(window, over, read_id)
+
+    def read_on(self, command: Read) -> WindowReady | tuple[WindowsReady, list[Content]]:
+        """Open the window of a command; evaluate it and read on if evaluation costs little.
+
+        Rows of ids cost little. The result then has all windows that were read, and their payload.
+        """
+        found, contents = list[tuple[WindowReady, BlockReady]](), list[Content]()
+        lacking, room, groups = command.ahead
+        coming, limit = deque(groups), room - READ_BYTES
+        while True:
+            n = self._windows_at_once(command, lacking, room)
+            try:
+                window, over, read_id = self._timed_open(command, n)
+            except Exception:
+                if not found:
+                    raise
+                break  # the next read fails at this window, or succeeds
+            block = self._plain_block(window)
+            if block is None:
+                if found:
+                    break
+                if n > 1 and len(window.key) > (rows := self.chunks.options.slice_rows):
+                    self._singly, window, over = True, window.first_rows(rows), ()
+                return self._hold(window, over, read_id)
+            ready, content = self._evaluated(window, block, over, n)
+            found += ready
+            contents.append(content)
+            lacking -= len(content)
+            room -= sum(block.nbytes for _, block in ready)
+            following = _next_read(command, over, len(ready), coming)
+            if following is None or room <= max(0, limit):
+                break
+            if lacking <= 0 and not self._is_spare(following, len(window.key), room):
+                break
+            command = following
+        return WindowsReady(tuple(found)), contents
+
+    def _windows_at_once(self, command: Read, lacking: int, room: int) -> int:
+        """Return the number of windows to read as one: several if their rows are consecutive."""
+        if self._singly or not getattr(self.stages, "only_ids", False):
+            return 1
+        if self.order.shuffle or len(command.chunks) != 1 or command.after is not None:
+            return 1
+        if (partial := self.order.partial) is not None and command.epoch == partial.epoch:
+            return 1
+        step = self.chunks.options.slice_rows
+        left, nbytes = self._left(command, command.window)
+        most = room * left // max(1, nbytes)
+        rows = min(max(lacking, step), most)
+        return max(1, -(-left // step) if left <= min(rows * SPARE, most) else rows // step)
+
+    def _is_spare(self, following: Read, rows: int, room: int) -> bool:
+        """Return whether to read the rest of a group after ``rows`` rows, although none lacks."""
+        if not following.window:
+            return False
+        left, nbytes = self._left(following, following.window)
+        return 0 < left <= rows * (SPARE - 1) and nbytes <= room
+
+    def _left(self, command: Read, window: int) -> tuple[int, int]:
+        """Return the rows and bytes of a command's chunks from a window on, as far as known."""
+        chunks, rows, nbytes = self.chunks.index.chunks, 0, 0
+        for chunk in command.chunks:
+            if (of_chunk := chunks.rows.item(chunk)) > 0:
+                left = max(0, of_chunk - window * self.chunks.options.slice_rows)
+                rows, nbytes = rows + left, nbytes + chunks.nbytes.item(chunk) * left // of_chunk
+        return rows, nbytes
+
+    def _timed_open(self, command: Read, n: int) -> tuple[_Window, tuple[int, ...], object]:
+        """Open n windows of a command as one, and add their cost to the statistics.
+
+        Return the window, the exhausted chunks, and the identity of the read.
+        """
         start, busy = time.perf_counter(), core_s(self.stages)
         with self._lock:
             read_id = self._read_id = object()
         staged = np.zeros(2)
         try:
-            window, over = self._open(command, staged)
+            window, over = self._open(command, staged, n)
         except (OverlordError, MemoryError, WouldBlock):
             raise
         except Exception as error:  # an unexpected error must name its source
             raise SourceError(
                 self.order.name, f"could not be read: {describe_error(error)}"
             ) from error
+        stats, took = self.stats, time.perf_counter() - start
+        stats.windows += 1
+        stats.rows += len(window.key)
+        stats.reads.append(took)
+        stats.read_s += took - float(staged[0])
+        stats.read_busy_s += core_s(self.stages) - busy - float(staged[1])
+        stats.staged_s += float(staged[0])
+        stats.staged_busy_s += float(staged[1])
+        return window, over, read_id
+
+    def _hold(self, window: _Window, over: tuple[int, ...], read_id: object) -> WindowReady:
+        """Keep an open window for evaluations, unless its read was given up meanwhile."""
         with self._lock:
             if self._read_id is not read_id:
                 raise StorageError(
@@ -270,45 +369,43 @@ class SourceReader:
                 )
             self._window = window
         self.stats.raw_bytes = sum(t.nbytes for t in window.tables)
-        self.stats.windows += 1
-        self.stats.rows += len(window.key)
-        took = time.perf_counter() - start
-        self.stats.reads.append(took)
-        self.stats.read_s += took - float(staged[0])
-        self.stats.read_busy_s += core_s(self.stages) - busy - float(staged[1])
-        self.stats.staged_s += float(staged[0])
-        self.stats.staged_busy_s += float(staged[1])
-        return WindowReady(
-            len(window.key), over, self.stats.raw_bytes, 0 if len(window.key) else window.dropped
-        )
+        rows = len(window.key)
+        return WindowReady(rows, over, self.stats.raw_bytes, 0 if rows else window.dropped)
 
-    def _open(self, command: Read, spent: np.ndarray) -> tuple[_Window, tuple[int, ...]]:
-        """Read a window and run the slice stage; return the window and the exhausted chunks.
+    def _open(
+        self, command: Read, spent: np.ndarray, n: int = 1
+    ) -> tuple[_Window, tuple[int, ...]]:
+        """Read n windows as one and run the slice stage; return the window, and exhausted chunks.
 
         The cost of the slice stage is added to ``spent`` (wall-clock, CPU seconds).
         """
         tables: list[pa.Table] = []
         rows, files, ats, reasons, over = [], [], [], list[str](), list[int]()
         held = dropped = 0
+        kept: np.ndarray | slice
         for chunk in command.chunks:
             number = int(self.chunks.index.chunks.file[chunk])
-            raw = self._within_epoch(self._slice(chunk, command.window), command, chunk)
+            raw = self._within_epoch(self._slice(chunk, command.window, n), command, chunk)
             if raw.last:
                 over.append(chunk)
             if not len(raw.row):
                 continue
-            start = time.perf_counter(), core_s(self.stages)
-            with self._running(raw.row, number):
-                kept, where, staged = self._stage_slice(
-                    raw, RowIds(command.epoch, number, raw.row), reasons
-                )
-            spent += time.perf_counter() - start[0], core_s(self.stages) - start[1]
-            dropped += staged.dropped
+            if self._stage_is_plain(raw):
+                kept, where, table = slice(None), np.arange(held, held + len(raw.row)), raw.table
+            else:
+                start = time.perf_counter(), core_s(self.stages)
+                with self._running(raw.row, number):
+                    kept, where, staged = self._stage_slice(
+                        raw, RowIds(command.epoch, number, raw.row), reasons
+                    )
+                spent += time.perf_counter() - start[0], core_s(self.stages) - start[1]
+                dropped, table = dropped + staged.dropped, staged.table
+                where = np.where(where >= 0, where + held, where) if held else where
             rows.append(raw.row[kept])
-            files.append(np.full(len(kept), number, np.int64))
-            ats.append(np.where(where >= 0, where + held, where) if held else where)
-            tables.append(staged.table)
-            held += staged.table.num_rows
+            files.append(np.full(len(rows[-1]), number, np.int64))
+            ats.append(where)
+            tables.append(table)
+            held += table.num_rows
         if not rows:
             empty = np.zeros(0, np.int64)
             keys = empty.astype(np.uint64)
@@ -320,6 +417,56 @@ class SourceReader:
             window.block_of = blocks_of(joined[0])
         return window, tuple(over)
 
+    def _stage_is_plain(self, raw: RawSlice) -> bool:
+        """Return whether the slice stage returns a slice unchanged."""
+        passes = getattr(self.stages, "passes", None)
+        return passes is not None and not raw.bad and passes(raw.table)
+
+    def _plain_block(self, window: _Window) -> Block | None:
+        """Return the block of a whole window if it is cheap: its samples are rows of ids.
+
+        Return None if rows failed, or if samples were drawn before.
+        """
+        if window.block_of is None or window.reasons or not len(window.key):
+            return None
+        if window.after is not None:
+            return None
+        start, busy = time.perf_counter(), core_s(self.stages)
+        block = window.block_of(window.at)
+        if block.bad:
+            return None
+        self.stats.transform_s += time.perf_counter() - start
+        self.stats.transform_busy_s += core_s(self.stages) - busy
+        return block
+
+    def _evaluated(
+        self, window: _Window, block: Block, over: tuple[int, ...], n: int
+    ) -> tuple[list[tuple[WindowReady, BlockReady]], Content]:
+        """Return the events of n windows that were read as one, and their payload."""
+        start, index, part = time.perf_counter(), block.index, block.part
+        n_rows, content = len(window.key), Content(block.tokens)
+        key, file, row = window.key, window.file, window.row
+        long = None
+        if len(block.long):
+            at = block.long
+            long = LongDocuments(key[at], file[at], row[at], block.lost)
+        if len(index) < n_rows or part.any():  # not one sample of each row
+            key, file, row = key[index], file[index], row[index]
+        none, no_rows = key[:0], row[:0]
+        found = SampleBlock(key, file, row, part, block.meta, none, no_rows, no_rows, (), 0, long)
+        nbytes = content.nbytes
+        stats = self.stats
+        stats.evaluated += n_rows
+        stats.samples += len(index)
+        stats.tokens += nbytes // max(1, content.tokens.itemsize)
+        took = time.perf_counter() - start
+        stats.transform_s += took
+        if n == 1:
+            ready = BlockReady(found, n_rows, nbytes, took)
+            return [(WindowReady(n_rows, over), ready)], content
+        stats.windows += -(-n_rows // self.chunks.options.slice_rows) - 1
+        return _by_window(found, block, n_rows, self.chunks.options.slice_rows, over), content
+
     def _ordered(
         self, command: Read, files: list[np.ndarray], rows: list[np.ndarray], ats: list[np.ndarray]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -327,11 +474,16 @@ class SourceReader:
         if len(rows) == 1:  # rows of one file, in ascending order
             (file,), (row,), (at,) = files, rows, ats
             key = self.order.row_keys(command.epoch, file, row)
+            if not self.order.shuffle and command.after is None:
+                return key, file, row, at
             order = np.argsort(key, kind="stable")
         else:
             file, row, at = np.concatenate(files), np.concatenate(rows), np.concatenate(ats)
             key = self.order.row_keys(command.epoch, file, row)
-            order = np.lexsort((row, file, key))
+            order = np.argsort(key)  # several times faster than lexsort
+            ascending = key[order]
+            if (ascending[1:] == ascending[:-1]).any():
+                order = np.lexsort((row, file, key))
         if command.after is not None:
             order = order[
                 _at_or_after(
@@ -340,14 +492,17 @@ class SourceReader:
             ]
         return key[order], file[order], row[order], at[order]
 
-    def _slice(self, chunk: int, t: int) -> RawSlice:
-        """Return slice t of a chunk; a dataset's code is reported as running meanwhile."""
+    def _slice(self, chunk: int, t: int, n: int) -> RawSlice:
+        """Return slices t to ``t + n - 1`` of a chunk as one, or slice t alone.
+
+        A dataset's code is reported as running meanwhile.
+        """
         chunks: Any = self.chunks
         if not (code := getattr(chunks, "user_code", "")):
-            return self.chunks.slice(chunk, t)
+            return self.chunks.slices(chunk, t, n)
         file = int(chunks.index.chunks.file[chunk])
         with self._running(chunks.rows_of_slice(chunk, t), file, what=code):
-            return self.chunks.slice(chunk, t)
+            return self.chunks.slices(chunk, t, 1)
 
     def _within_epoch(self, raw: RawSlice, command: Read, chunk: int) -> RawSlice:
         """Return a slice without the rows that a partial epoch leaves out."""
@@ -375,11 +530,11 @@ class SourceReader:
         table = tables[0]
         # A view of half of a row group may keep the other half alive. A copy would cost more than
         # that memory, and the other half is read soon.
-        return [
-            compact(table)
-            if table.get_total_buffer_size() > 2.5 * table.nbytes + 4096
-            else table.combine_chunks()
-        ]
+        if table.get_total_buffer_size() > 2.5 * table.nbytes + 4096:
+            return [compact(table)]
+        if all(column.num_chunks == 1 for column in table.itercolumns()):
+            return [table]
+        return [table.combine_chunks()]
 
     def _stage_slice(
         self, raw: RawSlice, ids: RowIds, reasons: list[str]
@@ -523,6 +678,54 @@ class SourceReader:
             tuple(why[j] for j in bad.tolist()),
             window.dropped,
         )
+
+
+def _by_window(
+    found: SampleBlock, block: Block, n_rows: int, step: int, over: tuple[int, ...]
+) -> list[tuple[WindowReady, BlockReady]]:
+    """Split the samples of consecutive rows into windows of ``step`` rows."""
+    size, itemsize = block.meta["tokens"], block.tokens.itemsize
+    assert isinstance(size, np.ndarray)
+    rows = [*range(0, n_rows, step), n_rows]
+    cuts = np.searchsorted(block.index, rows).tolist()
+    long_cuts = np.searchsorted(block.long, rows).tolist() if found.long is not None else []
+    windows = []
+    for k in range(len(rows) - 1):
+        a, b = cuts[k], cuts[k + 1]
+        long = None
+        if found.long is not None:
+            long = found.long.take(np.arange(long_cuts[k], long_cuts[k + 1]))
+        samples = SampleBlock(
+            found.key[a:b],
+            found.file[a:b],
+            found.row[a:b],
+            found.part[a:b],
+            {name: cut_rows(column, a, b) for name, column in found.meta.items()},
+            found.bad_key,
+            found.bad_file,
+            found.bad_row,
+            (),
+            0,
+            long,
+        )
+        n = rows[k + 1] - rows[k]
+        nbytes = int(size[a:b].sum()) * itemsize
+        last = k == len(rows) - 2
+        windows.append((WindowReady(n, over if last else ()), BlockReady(samples, n, nbytes)))
+    return windows
+
+
+def _next_read(
+    command: Read, over: tuple[int, ...], windows: int, coming: deque[GroupShare]
+) -> Read | None:
+    """Return the read of the window after those of a command; None at the last known group."""
+    if chunks := tuple(c for c in command.chunks if c not in over):
+        at = command.epoch, command.group, command.window + windows
+        return Read(command.loader, *at, chunks)
+    while coming:
+        if (share := coming.popleft()).chunks:
+            return Read(command.loader, share.epoch, share.group, 0, share.chunks)
+    return None
 
 
 def _at_or_after(

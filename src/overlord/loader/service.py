@@ -288,7 +288,7 @@ class LoaderService:
             case Refill():
                 return slot.loader.handle(command)
             case Read():
-                self._submit("read", slot, lambda: slot.reader.read(command), command.urgent)
+                self._submit("read", slot, lambda: slot.reader.read_on(command), command.urgent)
             case Evaluate():
                 self._submit(
                     "evaluate",
@@ -330,8 +330,9 @@ class LoaderService:
                 )
             elif isinstance(outcome, tuple):
                 evaluated, payload = outcome
-                # Retained samples must not keep the window alive that they are spans of.
-                slot.buffer.put(payload.adjacent() if self._keeps else payload)
+                for content in payload if isinstance(payload, list) else [payload]:
+                    # Retained samples must not keep the window alive that they are spans of.
+                    slot.buffer.put(content.adjacent() if self._keeps else content)
                 commands = slot.loader.handle(evaluated)
                 if self._keeps:
                     slot.sync_buffer()

@@ -292,6 +292,7 @@ class RankWait(NamedTuple):
 # WindowReady     service -> state machine       the window is in memory
 # Evaluate        state machine -> service       turn the next rows into samples
 # BlockReady      service -> state machine       samples of these rows, as a SampleBlock
+# WindowsReady    service -> state machine       windows that were read and evaluated at once
 # ReadFailed      service -> state machine       the loader cannot continue
 # Announce        loader -> planner              metadata of new samples, in stream order
 # Pop             service -> state machine       remove the samples of a planned step
@@ -299,11 +300,28 @@ class RankWait(NamedTuple):
 # LoaderWork      loader worker -> coordinator   work and read latency so far, when polled
 
 
+class GroupShare(NamedTuple):
+    """The chunks of a group that a loader reads."""
+
+    epoch: int
+    group: int
+    chunks: tuple[int, ...]
+
+
+class ReadAhead(NamedTuple):
+    """The samples and bytes that a loader has a use for, and the groups after the current one."""
+
+    samples: int = 0
+    nbytes: int = 0
+    groups: tuple[GroupShare, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
     """Read one window of a group: slice ``window`` of each of these chunks.
 
-    Rows up to ``after`` were drawn before and give no samples.
+    Rows up to ``after`` were drawn before and give no samples. If evaluation costs less than a
+    round trip, the reader evaluates the window at once, and reads on.
     """
 
     loader: int
@@ -314,6 +332,8 @@ class Read:
     after: Cursor | None = None
     urgent: bool = False  # the draw waits for this window
     generation: int = 0
+    # How far a reader may read on. It does not change what is read, only how much at once.
+    ahead: ReadAhead = field(default=ReadAhead(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +414,13 @@ class BlockReady:
     rows: int  # raw rows of the window that were evaluated
     nbytes: int
     seconds: float = 0.0  # duration; it determines the size of later blocks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowsReady:
+    """Windows of a loader in order, read and evaluated at once."""
+
+    windows: tuple[tuple[WindowReady, BlockReady], ...]
 
 
 @dataclass(frozen=True, slots=True)

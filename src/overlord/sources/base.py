@@ -289,6 +289,20 @@ class Format(Protocol):
         ...
 
 
+class ReadsWhole(Protocol):
+    """A format that reads small chunks at once."""
+
+    def whole(
+        self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions
+    ) -> pa.Table | None:
+        """Return all rows of chunk i; None if it is large, or if a row may be unreadable.
+
+        ``Format.read`` reads such a chunk. Row k of the table is row ``chunks.start[i] + k`` of the
+        file. Raises OSError if storage fails.
+        """
+        ...
+
+
 @runtime_checkable
 class FileSet(Protocol):
     """A format whose data files are described by other files."""

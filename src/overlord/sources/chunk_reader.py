@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,16 +35,20 @@ from overlord.sources.retry import (
 from overlord.sources.timeouts import TIMEOUTS
 from overlord.uris import scrub
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 
 @dataclass(slots=True)
 class OpenChunk:
-    """An open chunk; the next item of ``slices`` is slice number ``next``.
+    """An open chunk: all its rows, or an iterator whose next item is slice number ``next``.
 
     ``reader`` and ``nbytes`` are valid while the chunk is in the cache: its owner and its size.
     """
 
     slices: Iterator[RawSlice]
     next: int
+    whole: pa.Table | None = None  # all rows of the chunk, if it was read at once
     reader: int = -1
     nbytes: int = 0
 
@@ -144,12 +148,19 @@ class ChunkReader:
         Past the end the slice is empty and has ``last`` set. Raises SourceError, or StorageError
         if storage is at fault.
         """
+        return self.slices(chunk, t, 1)
+
+    def slices(self, chunk: int, t: int, n: int) -> RawSlice:
+        """Return slices t to ``t + n - 1`` of a chunk as one, or slice t alone.
+
+        They are read as one if the whole chunk was read at once. Raises as ``slice`` does.
+        """
         file = self.index.files[self.file_of(chunk)]
         try:
             if self._files.fs is None or self._files.remote:
-                return self._slice(chunk, t, file)
+                return self._slice(chunk, t, n, file)
             return retry_call(
-                lambda: self._verified_slice(chunk, t, file),
+                lambda: self._verified_slice(chunk, t, n, file),
                 classify_file_error,
                 path=file.path,
                 operation="read",
@@ -159,14 +170,14 @@ class ChunkReader:
         except (OSError, ValueError) as error:  # ValueError includes BadFile and Arrow's errors
             raise self._error(file, error) from error
 
-    def _verified_slice(self, chunk: int, t: int, file: File) -> RawSlice:
+    def _verified_slice(self, chunk: int, t: int, n: int, file: File) -> RawSlice:
         """Read a slice. Raises StorageUnreachable if the file changed meanwhile.
 
         A status costs a request where files are not local. There it is requested for slices with
         unreadable rows, and at both ends of a chunk.
         """
         try:
-            raw = self._slice(chunk, t, file)
+            raw = self._slice(chunk, t, n, file)
         except (OSError, ValueError) as error:
             # Without an errno the error is not from the operating system: the invalid bytes may
             # belong to a file that replaced the indexed one.
@@ -177,18 +188,21 @@ class ChunkReader:
             self._files.check_unchanged(file)
         return raw
 
-    def _slice(self, chunk: int, t: int, file: File) -> RawSlice:
+    def _slice(self, chunk: int, t: int, n: int, file: File) -> RawSlice:
         key = (self._id, chunk)
         handle = self._cache.take(key)  # owned by this thread until it is put back
-        if handle is not None and handle.next != t:
+        if handle is not None and handle.whole is None and handle.next != t:
             handle.close()
             handle = None
         if handle is None:
             handle = self._open(chunk, t, file)
-        raw = next(handle.slices, None)
         self._cache.count("reads")
-        if raw is None:
-            return cols.slice_of(0, 0, cols.empty(0, self.options.columns), [], True)
+        if handle.whole is not None:
+            raw = self._part(handle.whole, chunk, t, n)
+        elif (found := next(handle.slices, None)) is not None:
+            raw = found
+        else:
+            raw = cols.slice_of(0, 0, cols.empty(0, self.options.columns), [], True)
         if raw.last:
             handle.close()
         else:
@@ -199,6 +213,14 @@ class ChunkReader:
             )
             self._cache.put(key, handle, held)
         return raw
+
+    def _part(self, whole: pa.Table, chunk: int, t: int, n: int) -> RawSlice:
+        """Return slices t to ``t + n - 1`` of a chunk that was read at once, as views."""
+        first = min(t * self.options.slice_rows, whole.num_rows)
+        table = whole.slice(first, n * self.options.slice_rows)
+        last = first + table.num_rows >= whole.num_rows
+        start = int(self.index.chunks.start[chunk]) + first
+        return cols.slice_of(start, table.num_rows, table, [], last)
 
     # Status of the reader, read by other threads.
 
@@ -309,9 +331,11 @@ class ChunkReader:
         self._cache.count("opens")
         if t:
             self._cache.count("reopens")
-        return OpenChunk(
-            self._format.read(self._files, file, self.index.chunks, chunk, self.options, t), t
-        )
+        arguments = self._files, file, self.index.chunks, chunk, self.options
+        reads: Any = getattr(self._format, "whole", None)  # a method of formats that ``ReadsWhole``
+        whole = None if reads is None else reads(*arguments)
+        # a generator: it reads nothing yet
+        return OpenChunk(self._format.read(*arguments, t), t, whole)
 
     def _error(self, file: File, error: OSError | ValueError) -> SourceError:
         if isinstance(error, StorageUnreachable):

@@ -69,6 +69,7 @@ class _Footer:
     metadata: Any  # pyarrow's FileMetaData
     # None for local files. Other files need byte ranges with every row group, for read-ahead.
     layout: ParquetLayout | None
+    texts: frozenset[str]  # columns that hold text, whose encoding must be validated
 
     @property
     def nbytes(self) -> int:
@@ -121,6 +122,24 @@ class Parquet:
         return (
             open_columns * (READ_BUFFER + 2 * PAGE) + nbytes * min(options.slice_rows, rows) // rows
         )
+
+    def whole(
+        self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions
+    ) -> pa.Table | None:
+        group, nbytes = int(chunks.unit[i]), int(chunks.nbytes[i])
+        if group < 0 or nbytes > min(SMALL_ROW_GROUP, options.max_sample_bytes):
+            return None
+        try:
+            footer = _footer(files, file)
+            if footer.texts and not footer.texts.isdisjoint(options.columns or footer.texts):
+                return None
+            table = _whole(files, file, footer, group, options)
+        except _BROKEN as error:  # BadFile is a ValueError
+            if is_storage_fault(error):
+                raise
+            return None
+        valid = table.get_total_buffer_size() <= options.max_sample_bytes
+        return table if valid and table.num_rows == int(chunks.rows[i]) else None
 
     def read(
         self, files: Files, file: File, chunks: Chunks, i: int, options: ReadOptions, skip: int = 0
@@ -199,13 +218,7 @@ def _slices(
     step = options.slice_rows
     if nbytes <= SMALL_ROW_GROUP:
         try:
-            with _open(
-                files, file, footer, merged(_byte_ranges(footer, file, group, options))
-            ) as reader:
-                whole = _select(
-                    reader.read_row_group(group, columns=_names(options), use_threads=False),
-                    options,
-                )
+            whole = _whole(files, file, footer, group, options)
         except _BROKEN as error:
             if is_storage_fault(error):
                 raise
@@ -224,6 +237,16 @@ def _slices(
         for t, table in enumerate(_regroup(batches, step)):
             if t >= skip:
                 yield _select(table, options)
+
+
+def _whole(files: Files, file: File, footer: _Footer, group: int, options: ReadOptions) -> pa.Table:
+    """Return the requested columns of a row group. Raises pyarrow's errors and OSError."""
+    ranges = merged(_byte_ranges(footer, file, group, options)) if footer.layout else []
+    names = _names(options)
+    with files.open(file, ranges) as handle:
+        reader = _reader(handle, footer)
+        table = reader.read_row_group(group, columns=names, use_threads=False)
+    return table if names is not None and table.column_names == names else _select(table, options)
 
 
 def _regroup(batches: Iterator[pa.RecordBatch], step: int) -> Iterator[pa.Table]:
@@ -253,14 +276,18 @@ def _open(
     files: Files, file: File, footer: _Footer, ranges: Sequence[tuple[int, int]]
 ) -> Iterator[pq.ParquetFile]:
     with files.open(file, ranges) as handle:  # a ParquetFile does not close the file it was given
-        yield pq.ParquetFile(
-            handle,
-            metadata=footer.metadata,
-            pre_buffer=False,
-            buffer_size=READ_BUFFER,
-            page_checksum_verification=True,
-            **_LIMITS,
-        )
+        yield _reader(handle, footer)
+
+
+def _reader(handle: pa.NativeFile, footer: _Footer) -> pq.ParquetFile:
+    return pq.ParquetFile(
+        handle,
+        metadata=footer.metadata,
+        pre_buffer=False,
+        buffer_size=READ_BUFFER,
+        page_checksum_verification=True,
+        **_LIMITS,
+    )
 
 
 def _footer(files: Files, file: File) -> _Footer:
@@ -298,7 +325,8 @@ def _types(metadata: Any) -> dict[str, str]:
 
 
 def _cached(file: File, metadata: Any, layout: ParquetLayout | None) -> _Footer:
-    footer = _Footer(metadata, layout)
+    schema = metadata.schema.to_arrow_schema()
+    footer = _Footer(metadata, layout, frozenset(f.name for f in schema if cols.has_text(f.type)))
     _FOOTERS.put(file, footer, footer.nbytes)
     return footer
 

@@ -377,11 +377,7 @@ def without_invalid_rows(
     the file, so every column is validated and not only text. ``table`` may be a view.
     """
     bad: dict[int, str] = {}
-    doubtful = [
-        i
-        for i, f in enumerate(table.schema)
-        if every_column or (not is_mixed(f.type) and _has_text(f.type))
-    ]
+    doubtful = [i for i, f in enumerate(table.schema) if every_column or has_text(f.type)]
     if doubtful:
         view = table.select(doubtful)
         try:
@@ -423,11 +419,14 @@ def _broken_rows(view: pa.Table) -> dict[int, str]:
 
 
 @lru_cache(maxsize=256)  # called for every slice
-def _has_text(kind: pa.DataType) -> bool:
+def has_text(kind: pa.DataType) -> bool:
+    """Return whether values of a type hold text, which may be invalid UTF-8."""
+    if is_mixed(kind):
+        return False
     if pa.types.is_nested(kind):
-        return any(_has_text(kind.field(k).type) for k in range(kind.num_fields))
+        return any(has_text(kind.field(k).type) for k in range(kind.num_fields))
     if pa.types.is_dictionary(kind):
-        return _has_text(kind.value_type)
+        return has_text(kind.value_type)
     return bool(
         pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
     )

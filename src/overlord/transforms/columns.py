@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
+from overlord.ragged_spans import RaggedSpans
 from overlord.sample import Column, Ragged, join_rows, take_rows
 from overlord.sources.tables import arrow_of, column_of, groups, is_mixed, numpy_of
 
@@ -25,6 +26,21 @@ from overlord.sources.tables import arrow_of, column_of, groups, is_mixed, numpy
 EXACT = 2**53
 # Ids are delivered as int64 and indexed as int32 by most kernels; no real vocabulary comes near.
 ID_LIMIT = 2**31
+# Types of ids that are used as they are, by the number of the Arrow type: the unsigned type of the
+# same size, and the limit of ids in it. Ids of 64 bits are cast.
+_AS_THEY_ARE: dict[int, tuple[np.dtype[Any], int]] = {
+    pa.int8().id: (np.dtype(np.uint8), 2**7),
+    pa.uint8().id: (np.dtype(np.uint8), 2**8),
+    pa.int16().id: (np.dtype(np.uint16), 2**15),
+    pa.uint16().id: (np.dtype(np.uint16), 2**16),
+    pa.int32().id: (np.dtype(np.uint32), ID_LIMIT),
+    pa.uint32().id: (np.dtype(np.uint32), ID_LIMIT),
+}
+# Type of the offsets, by the number of the type of a list.
+_OFFSETS: dict[int, np.dtype[Any]] = {
+    pa.list_(pa.null()).id: np.dtype(np.int32),
+    pa.large_list(pa.null()).id: np.dtype(np.int64),
+}
 _TOO_LARGE = "a whole number beyond 2**53, which float64 would round"
 # Prefix of internal columns, such as those of Meta: user functions do not receive them, and their
 # results do not replace them.
@@ -174,6 +190,37 @@ def read_ids(table: pa.Table, name: str) -> tuple[Ragged, Bad]:
     ids, faults = _numbers(values)
     add_faults(bad, name, offsets, [*faults, *_out_of_range(ids)])
     return Ragged(_unsigned(ids), offsets), bad
+
+
+def plain_ids(table: pa.Table, name: str) -> RaggedSpans | None:
+    """Return a column of lists of ids as spans of Arrow's memory.
+
+    The ids equal those of ``read_ids``. Return None if any row or id needs a closer look: nulls,
+    ids out of range, or a column of another type or of several pieces.
+    """
+    if (number := table.schema.get_field_index(name)) < 0:
+        return None
+    chunked = table.column(number)
+    kind = chunked.type
+    if chunked.num_chunks != 1 or (width := _OFFSETS.get(kind.id)) is None:
+        return None
+    array = chunked.chunk(0)
+    if (found := _AS_THEY_ARE.get(kind.value_type.id)) is None or array.null_count:
+        return None
+    (dtype, limit), (_, edges, nulls, data) = found, array.buffers()
+    values = array.values
+    if not len(array) or data is None or (nulls is not None and values.null_count):
+        return None
+    bounds = np.frombuffer(edges, width, len(array) + 1, array.offset * width.itemsize)
+    bounds = bounds.astype(np.int64)
+    first, last = bounds.item(0), bounds.item(-1)
+    if last == first:
+        return None
+    ids = np.frombuffer(data, dtype, last - first, (values.offset + first) * dtype.itemsize)
+    if int(ids.max()) >= limit:
+        return None
+    bounds -= first
+    return RaggedSpans(ids, bounds[:-1], bounds[1:])
 
 
 def lists(array: pa.Array) -> tuple[pa.Array, np.ndarray]:

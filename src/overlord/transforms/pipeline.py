@@ -52,6 +52,7 @@ from overlord.transforms.columns import (
     from_values,
     meta_column,
     meta_rows,
+    plain_ids,
     read_ids,
     read_meta,
     select_columns,
@@ -104,6 +105,7 @@ from overlord.transforms.user_functions import (
     value_per_row,
 )
 
+NO_ROWS = np.zeros(0, np.int64)
 ID_BYTES = 4  # bytes of an id in the metadata ``bytes`` of a source without a tokenizer
 
 
@@ -166,10 +168,14 @@ class Pipeline:
                 f"expected different names of metadata, got {twice[0]!r} twice",
                 "rename one of them",
             )
-        # Whether a sample is a row of ids and nothing else; ``blocks_of`` reads all at once.
-        self._only_ids = not names and all(
+        # Whether a sample is a row of ids and nothing else; ``blocks_of`` reads all at once. No
+        # user code runs then, and the slice stage checks types only.
+        self.only_ids = not names and all(
             isinstance(t, Tokens) and t.loss is None for t in self.transforms
         )
+        # The only column that samples consist of; empty if the transforms name none, or several.
+        named = [t.column for t in self.transforms if isinstance(t, Tokens)]
+        self._id_column = named[0] if self.only_ids and len(named) == 1 else ""
         self._paired_meta = [(a, b) for a in names for b in names if a != b and describes(a, b)]
         self._needs = self._row_stage_needs()
         # By thread: the transform that the thread executes, its rows, and their identity.
@@ -235,12 +241,17 @@ class Pipeline:
         at, index = frame.at, frame.index
         return repr(t), int(ids.row[index[at]]) if ids is not None and 0 <= at < len(index) else -1
 
+    def passes(self, table: pa.Table) -> bool:
+        """Return whether ``slice_stage`` is known to return a slice of this type unchanged."""
+        known = self._unchanged_schema
+        return known is not None and table.schema.equals(known)
+
     def slice_stage(self, table: pa.Table, ids: RowIds) -> StagedRows:
         """Run the transforms up to the last user code over one slice of the stream.
 
         Without user code, columns of the slice are only checked and selected.
         """
-        if self._unchanged_schema is not None and table.schema.equals(self._unchanged_schema):
+        if self.passes(table):
             return StagedRows(table, np.arange(table.num_rows), [], 0)
         frame = RowFrame(table)
         if self._images is not None and self._images.randomized:
@@ -311,8 +322,10 @@ class Pipeline:
         The block equals that of ``row_stage``. Its ids are spans of those of the table, which are
         read at once. Return None if samples are more than ids, or if no row has ids.
         """
-        if not self._only_ids or not table.num_rows:
+        if not self.only_ids or not table.num_rows:
             return None
+        if self._id_column and (spans := plain_ids(table, self._id_column)) is not None:
+            return partial(self._block_of, table, spans, {})
         frame = RowFrame(table)
         try:
             for t in self.transforms:
@@ -324,10 +337,32 @@ class Pipeline:
         return partial(self._block_of, table, spans_of(ids), bad)
 
     def _block_of(self, table: pa.Table, ids: RaggedSpans, bad: Bad, rows: np.ndarray) -> Block:
+        starts, stops = ids.starts[rows], ids.stops[rows]
+        if not bad and len(rows) and (block := self._fitting(ids.held, starts, stops)) is not None:
+            return block
         frame = RowFrame(table.slice(0, len(rows)))  # only the number of its rows is used
-        tokens = RaggedSpans(ids.held, ids.starts[rows], ids.stops[rows])
+        tokens = RaggedSpans(ids.held, starts, stops)
         mine = {j: bad[i] for j, i in enumerate(rows.tolist()) if i in bad} if bad else {}
         return self._whole_block(frame, tokens, None, mine)
+
+    def _fitting(self, held: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> Block | None:
+        """Return the block of rows of ids that become one sample each; None if some do not."""
+        size = stops - starts
+        if not int(size.min()):
+            return None
+        long = lost = NO_ROWS
+        if int(size.max()) > self.context:
+            if self.on_long != "truncate":
+                return None
+            long = np.flatnonzero(size > self.context)
+            lost = size[long] - self.context
+            size = np.minimum(size, self.context)
+            stops = starts + size
+        n = len(size)
+        meta: dict[str, Column] = {"tokens": size, "bytes": size * self._id_bytes}
+        block = Block(np.arange(n), np.zeros(n, np.int32), RaggedSpans(held, starts, stops), meta)
+        block.long, block.lost = long, lost
+        return block
 
     def _whole_block(
         self, frame: RowFrame, tokens: Ragged, weights: Ragged | None, bad: Bad

@@ -54,10 +54,10 @@ class _Chunks:
         self._chunks, self._source, self._memory = chunks, source, memory
         self.index = chunks.index
 
-    def slice(self, chunk: int, t: int) -> RawSlice:
-        key = (self._source, chunk, t)
+    def slices(self, chunk: int, t: int, n: int) -> RawSlice:
+        key = ("slices", self._source, chunk, t, n)
         if (found := self._memory.slices.get(key)) is None:
-            found = self._memory.slices[key] = self._chunks.slice(chunk, t)
+            found = self._memory.slices[key] = self._chunks.slices(chunk, t, n)
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -71,20 +71,20 @@ class RememberingReader(SourceReader):
     _memory: Memory = field(default_factory=Memory)
     _key: tuple[Any, ...] = ()
 
-    def _open(self, command: Read, spent: np.ndarray) -> tuple[_Window, tuple[int, ...]]:
+    def _open(
+        self, command: Read, spent: np.ndarray, n: int = 1
+    ) -> tuple[_Window, tuple[int, ...]]:
         key = self._key = (
             self.order.name,
             command.epoch,
             command.chunks,
             command.window,
             command.after,
+            n,
         )
         if (found := self._memory.windows.get(key)) is None:
-            found = self._memory.windows[key] = super()._open(command, spent)
-        w = found[0]
-        return _Window(w.key, w.file, w.row, w.at, w.tables, w.reasons, w.dropped, w.after), found[
-            1
-        ]
+            found = self._memory.windows[key] = super()._open(command, spent, n)
+        return replace(found[0]), found[1]
 
     def _within_epoch(self, raw: RawSlice, command: Read, chunk: int) -> RawSlice:
         partial = self.order.partial
