@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 from corpus import open_corpus
-from peers.imports import as_a_trainer
+from peers.imports import as_a_trainer, import_late
 from peers.marks import consume, mark, say
 from peers.table import PEERS
 from peers.work import Work
@@ -29,6 +29,7 @@ def main() -> None:
     side.prepare(work)
     if work.trainer:
         as_a_trainer()
+    import_late()
     say(ready=True)
     sys.stdin.readline()
     mark("start", work, 0, 0, 0)

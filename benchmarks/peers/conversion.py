@@ -44,9 +44,11 @@ def convert(corpus: Corpus, side: Any, column: str) -> None:
 
 def main() -> None:
     work = Work(**json.loads(sys.argv[1]))
+    # Most loaders read the corpus itself: theirs are not imported.
+    if not PEERS[work.peer].converts:
+        return
     side = importlib.import_module(PEERS[work.peer].module)
-    if hasattr(side, "write_source"):
-        convert(open_corpus(Path(work.folder), work.n_sources), side, work.column)
+    convert(open_corpus(Path(work.folder), work.n_sources), side, work.column)
 
 
 if __name__ == "__main__":

@@ -118,6 +118,24 @@ def module_of(work: Work) -> str:
     return PEERS[work.peer].module if own else "peers.cell"
 
 
+def conversion(work: Work, timeout_s: float) -> None:
+    """Write the corpus in the format of a loader, unless it is there."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore"}
+    command = [work.python or sys.executable, "-m", "peers.conversion", json.dumps(asdict(work))]
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=HERE,
+        timeout=timeout_s,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise CellFailed(f"{work.peer}: its data could not be made: {lines[-1]}")
+
+
 def _start(module: str, work: Work, errors: Any, cache: str) -> subprocess.Popen:
     # One thread each in libraries that would otherwise start one per core: what is counted is work,
     # not idle spinning.

@@ -22,6 +22,7 @@ class Peer:
     processes: str = RANK
     pins: tuple[str, ...] = ()  # the first one names the distribution
     requirements: bool = True  # pip also installs what the pinned distributions require
+    converts: bool = False  # whether its module has a writer of the format that it reads
     swept: bool = True  # the number of workers is chosen by a sweep
     least_workers: int = 0
     # By job or order ("null", "tokenized", "shuffled", "in order"): why there is no such cell.
@@ -49,11 +50,13 @@ PEERS = {
     "torch-numpy": Peer(module="peers.torch_loader"),
     "grain": Peer(
         module="peers.grain_records",
+        converts=True,
         pins=("grain==0.2.18", "array-record==0.8.6"),
         note="the mixture is a fixed pattern instead of random draws",
     ),
     "streaming": Peer(
         module="peers.streaming_mds",
+        converts=True,
         # Its other requirements are clients of object stores, transformers and torchvision, whose
         # published builds do not load with a CPU build of torch. None is used here.
         pins=(
@@ -74,12 +77,14 @@ PEERS = {
     ),
     "energon": Peer(
         module="peers.energon_tars",
+        converts=True,
         pins=("megatron-energon==7.4.1",),
         note="packs buffers of 1024 samples; the last microbatch of a buffer is not full",
     ),
-    "datasets": Peer(module="peers.hf_datasets", pins=("datasets==5.2.0",)),
+    "datasets": Peer(module="peers.hf_datasets", converts=True, pins=("datasets==5.2.0",)),
     "megatron": Peer(
         module="peers.megatron_gpt",
+        converts=True,
         pins=("megatron-core==0.16.1",),
         unable={
             "tokenized": "it reads token ids only: text is tokenized before the training",
