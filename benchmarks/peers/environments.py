@@ -16,6 +16,7 @@ from pathlib import Path
 from peers.table import Peer
 
 LIMIT_S = 1200.0
+MARK = "pins.txt"  # in a complete environment
 
 
 class NotInstallable(RuntimeError):
@@ -38,14 +39,21 @@ def installed(name: str, version: str) -> bool:
         return False
 
 
-def interpreter_of(peer: Peer, envs: Path) -> str:
-    """Return the interpreter that has a loader; build its environment if there is none yet."""
+def present(peer: Peer, envs: Path) -> str | None:
+    """Return the interpreter that has a loader, or None."""
     if has_pins(peer):
         return sys.executable
-    folder, wanted = envs / peer.distribution, "\n".join(peer.pins)
-    python, mark = folder / "bin" / "python", folder / "pins.txt"
-    if mark.exists() and mark.read_text() == wanted:
-        return str(python)
+    mark = envs / peer.distribution / MARK
+    there = mark.exists() and mark.read_text() == "\n".join(peer.pins)
+    return str(mark.parent / "bin" / "python") if there else None
+
+
+def interpreter_of(peer: Peer, envs: Path) -> str:
+    """Return the interpreter that has a loader; build its environment if there is none yet."""
+    if (found := present(peer, envs)) is not None:
+        return found
+    folder = envs / peer.distribution
+    python = folder / "bin" / "python"
     _run(sys.executable, "-m", "venv", "--without-pip", "--clear", str(folder))
     (own,) = folder.glob("lib/python*/site-packages")
     shared = [path for path in sys.path if path.endswith("-packages")]
@@ -54,7 +62,7 @@ def interpreter_of(peer: Peer, envs: Path) -> str:
     held = [f"torch=={metadata.version('torch').partition('+')[0]}"] if _has_torch() else []
     how = ["--only-binary", ":all:", *([] if peer.requirements else ["--no-deps"])]
     _run(sys.executable, "-m", "pip", "--python", str(python), "install", *how, *held, *peer.pins)
-    mark.write_text(wanted)
+    (folder / MARK).write_text("\n".join(peer.pins))
     return str(python)
 
 

@@ -26,7 +26,7 @@ def ours(label: str) -> bool:
 
 def rivals(label: str, labels: Sequence[str]) -> list[str]:
     """Return the loaders of Overlord that a loader is compared with: as shuffled as it is."""
-    if ours(label) or (label not in PEERS and not label.endswith(SHUFFLED)) or label == "bare":
+    if ours(label) or label == "bare":
         return []
     shuffled = peer_of(label)[1]
     return [name for name in labels if name in OVERLORD and name.endswith(SHUFFLED) == shuffled]
