@@ -63,7 +63,12 @@ def figures(**given: Any) -> Figures:
         "n_sources": 5,
     }
     return Figures(
-        **(zero | {"steady_tokens": 10**6, "tokens": 10**6, "steady_wall_s": 1.0} | given)
+        **(
+            zero
+            | {"steady_tokens": 10**6, "tokens": 10**6}
+            | {"steady_wall_s": 1.0, "wall_s": 1.0}
+            | given
+        )
     )
 
 
@@ -225,13 +230,7 @@ def test_the_table_tells_what_clients_hold_of_the_memory() -> None:
         ranks=8,
     )
     setting = throughput.Setting("null", 5, [bare, ours, bare])
-    row = dict(
-        zip(
-            throughput.HEADINGS,
-            throughput.rows_of(setting)[1],
-            strict=True,
-        )
-    )
+    row = dict(zip(throughput.HEADINGS, throughput.rows_of(setting)[1], strict=True))
     assert row["x bare"] == "1.50"
     assert row["with imports MB (clients)"] == "500 (120)"
     assert row["MB over imports"] == "400", "imports are left out for everyone"
