@@ -8,8 +8,8 @@
 
 All peers do the job for the same number of ranks, by default 8, with the same tokens per rank and
 step. The bare loop packs for no particular rank, so its cost per token is that of the job for any
-number of ranks; its first step is that of 8. A peer runs with the smallest number of workers with
-which it keeps pace with Overlord, which a sweep finds. A peer that cannot be installed or cannot do
+number of ranks. Its first step is that of 8. A sweep finds the smallest number of workers with
+which a peer keeps pace with Overlord. A peer that cannot be installed or cannot do
 a job is listed with the reason. benchmarks/README.md explains the method and the columns.
 """
 

@@ -1,7 +1,7 @@
 """Energon over WebDataset files.
 
-A metadataset blends the sources by weight. The task encoder encodes a sample, next-fit selects the
-samples of a buffer that are packed together, and the savable loader runs it in its workers.
+A metadataset blends the sources by weight. The task encoder encodes samples one by one, and next-fit
+selects the samples of a buffer that are packed together. The savable loader runs it in its workers.
 """
 
 from __future__ import annotations

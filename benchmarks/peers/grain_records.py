@@ -1,8 +1,8 @@
 """Grain over ArrayRecord files, which its documentation recommends for random access.
 
-Each source is a ``MapDataset`` that repeats, shuffled globally or in order. They are mixed by
-weight, sliced for the rank, read and encoded in chunks by as many threads as is its default, and
-packed, in worker processes if there are any. Threads that read single rows cost eight times the CPU.
+Each source is a ``MapDataset`` that repeats, shuffled globally or in order. They are mixed by weight
+and sliced for the rank. As many threads as is the default read and encode chunks of rows; worker
+processes, if there are any, also pack. Threads that read single rows cost eight times the CPU.
 """
 
 from __future__ import annotations

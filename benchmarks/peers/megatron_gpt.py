@@ -1,8 +1,8 @@
 """Megatron-Core's blended GPTDataset over indexed files, in torch's DataLoader.
 
 Every source is a dataset of a blend with its weight. A sample is a sequence of ids, in which
-documents end with an extra token; the rank turns it into the arrays of the batch contract, since
-Megatron's have no bounds of documents. Indexes are built by the first rank, for each run anew.
+documents end with an extra token. Megatron's arrays have no bounds of documents: the loader's side
+makes those of the batch contract. The first rank builds the indexes, for each run anew.
 """
 
 from __future__ import annotations

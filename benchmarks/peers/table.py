@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 ONE, RANK, SERVED, DRIVER = "one", "rank", "served", "driver"
 SHUFFLED = "-shuffled"  # the end of the name of a loader that shuffles
+RAY_ORDER = (
+    "it shuffles whole datasets before the first row, or rows of a batch in the rank, after packing"
+)
 TORCHDATA = ("torchdata==0.11.0",)
 
 
@@ -98,10 +101,7 @@ PEERS = {
         processes=DRIVER,
         pins=("ray==2.60.0",),
         least_workers=1,
-        unable={
-            "shuffled": "it shuffles whole datasets before the first row, or rows of a batch in the "
-            "rank, after packing"
-        },
+        unable={"shuffled": RAY_ORDER},
         note="mixes files instead of rows; workers are those of all ranks; the cluster is there "
         "before the clock starts",
     ),
@@ -110,7 +110,7 @@ PEERS = {
         processes=DRIVER,
         pins=("ray==2.60.0",),
         least_workers=1,
-        unable={"shuffled": "as ray-data"},
+        unable={"shuffled": RAY_ORDER},
         note="files are drawn by weight in advance: not a mixture that can change; otherwise as "
         "ray-data",
     ),

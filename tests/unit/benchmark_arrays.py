@@ -37,7 +37,7 @@ def main() -> None:
         found |= {f"{i}/{name}": as_numpy(microbatch[name]) for name in DTYPES}
     np.savez(file, **found)
     sys.stdout.flush()
-    os._exit(0)  # loaders leave threads and processes behind, which are no part of the test
+    os._exit(0)  # loaders have threads and processes that the test does not close
 
 
 if __name__ == "__main__":
