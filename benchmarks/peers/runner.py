@@ -28,6 +28,7 @@ SERVED = tuple(name for name, peer in PEERS.items() if peer.processes == table.S
 SAMPLE_S = (
     0.25  # between two looks at memory; each look costs the cell a short lock on its address space
 )
+TRACKER_S = 5.0  # in which a tracker of shared memory has removed what a killed cell left
 LAST = "end"
 
 
@@ -314,15 +315,27 @@ def _figures(
 def _kill_group(child: subprocess.Popen) -> None:
     """Kill a cell and its workers: the cell leads a process session of its own.
 
-    Workers of a driver may have sessions of their own; they are among its descendants.
+    Workers of a driver may have sessions of their own; they are among its descendants. Python's
+    trackers of shared memory end by themselves, after they have removed what killed processes left.
     """
     below = descendants(child.pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    for pid in below:
+    trackers = [pid for pid in below if _is_tracker(pid)]
+    for pid in set(below) - set(trackers):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + TRACKER_S
+    while any(map(_is_tracker, trackers)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     for stream in (child.stdin, child.stdout):
         if stream:
             stream.close()
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -5,10 +5,13 @@ A loader is tested where its pinned versions are installed, or where its environ
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from importlib.util import find_spec
 from itertools import islice
@@ -24,12 +27,13 @@ import corpus as corpora
 import throughput
 from corpus import N_WORDS as END  # the id that ends a document
 from corpus import Corpus, Words, name_of, open_corpus, write_source
-from peers import environments
+from peers import environments, runner
 from peers.bare import microbatches as bare_microbatches
 from peers.contract import DTYPES, check_microbatch
 from peers.conversion import convert, converted
 from peers.kernel import Encoder, SourceRows, arrays_of, next_fit
-from peers.runner import CellFailed, Figures, run_cell
+from peers.measure import descendants, pss_bytes
+from peers.runner import CellFailed, Figures, conversion, run_cell
 from peers.standing import MEASURES, ahead, described, ordered
 from peers.sweep import CLOSE, sweep
 from peers.table import DRIVER, LABELS, PEERS, RANK, Peer, peer_of, reason_against
@@ -148,6 +152,34 @@ def test_megatron_delivers_pieces_of_documents_with_their_end(tiny: Corpus, tmp_
         assert all(d.tobytes() in text[s] for d, s in zip(parts, sources, strict=True))
         assert all(d[-1] == END for d in parts[:-1]), "only the last one is cut"
         assert len(microbatch["tokens"]) == CONTEXT
+
+
+def shared_segments(pids: Iterable[int]) -> set[str]:
+    """Return the files of shared memory that processes and their descendants have mapped."""
+    found = set()
+    for pid in {below for pid in pids for below in descendants(pid)}:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found |= set(
+                re.findall(r"/dev/shm/psm_\w+$", Path(f"/proc/{pid}/maps").read_text(), re.M)
+            )
+    return found
+
+
+def test_a_killed_cell_leaves_no_shared_memory(
+    tiny: Corpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = work_of(tiny, "grain", "null", workers=1, python=interpreter("grain"))
+    made: set[str] = set()
+
+    def look(pids: Iterable[int]) -> int:
+        made.update(shared_segments(pids := list(pids)))
+        return pss_bytes(pids)
+
+    monkeypatch.setattr(runner, "pss_bytes", look)
+    conversion(work, LIMIT_S)
+    run_cell(work, LIMIT_S)
+    assert made, "its workers send arrays through shared memory"
+    assert not [path for path in made if Path(path).exists()]
 
 
 def test_ray_data_is_a_cell_like_the_others(tiny: Corpus) -> None:
