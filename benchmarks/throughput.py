@@ -57,6 +57,7 @@ QUICK = 10  # times fewer tokens
 RANKS = 8
 WORKERS = (0, 1, 2, 4, 8)
 SWEEP_SHARE = 4  # a run of a sweep delivers one n-th of the tokens
+LEAST_STEPS = 2  # of all ranks, in every run: the steady part begins after the first step
 PACE = "overlord"  # the loader whose speed is the pace
 BEHIND = ", behind"  # with a number of workers: no number kept pace
 UNSTEADY_NOTE = (
@@ -207,22 +208,26 @@ class Plan:
     envs: Path
     pace: float | None  # Mtok/s; None: that of Overlord
 
-    def work(self, label: str, job: str, corpus: Corpus, workers: int = 1) -> Work:
+    def work(
+        self, label: str, job: str, corpus: Corpus, workers: int = 1, *, short: bool = False
+    ) -> Work:
         name, arenas = parts_of(label)
         peer, shuffled = peer_of(name)
-        n = len(corpus.sources)
-        return Work(
+        n, share = len(corpus.sources), SWEEP_SHARE if short else 1
+        work = Work(
             peer,
             job,
             str(corpus.folder),
             n,
-            self.amount.tokens(job, n, peer),
+            self.amount.tokens(job, n, peer) // share,
             ranks=self.ranks,
             seed=self.seed,
             arenas=arenas,
             workers=workers,
             shuffle=shuffled and peer not in OVERLORD,
         )
+        least = LEAST_STEPS * work.ranks * work.microbatches * work.context
+        return replace(work, tokens=max(work.tokens, least))
 
     def counts(self, label: str) -> list[int]:
         """Return the numbers of workers that a loader may have."""
@@ -286,8 +291,10 @@ class Measurement:
             setting.failed[label] = reason
         return reason is None
 
-    def given(self, label: str, job: str, corpus: Corpus, workers: int = 1) -> Work:
-        work = self.plan.work(label, job, corpus, workers)
+    def given(
+        self, label: str, job: str, corpus: Corpus, workers: int = 1, *, short: bool = False
+    ) -> Work:
+        work = self.plan.work(label, job, corpus, workers, short=short)
         return replace(work, python=self.pythons[work.peer])
 
     def choose(self, setting: Setting, corpus: Corpus, label: str) -> None:
@@ -313,9 +320,9 @@ class Measurement:
 
     def short(self, label: str, setting: Setting, corpus: Corpus, workers: int = 1) -> float:
         """Return the speed of a short run, in million tokens per second."""
-        work = self.given(label, setting.job, corpus, workers)
+        work = self.given(label, setting.job, corpus, workers, short=True)
         wait_for_idle(self.plan.idle_s)
-        return run_cell(replace(work, tokens=work.tokens // SWEEP_SHARE), self.plan.limit_s).speed
+        return run_cell(work, self.plan.limit_s).speed
 
     def pace(self, setting: Setting, corpus: Corpus, *, shuffled: bool) -> float:
         """Return the speed of Overlord in the same order; it is measured once for a setting."""

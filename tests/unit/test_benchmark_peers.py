@@ -157,7 +157,7 @@ def test_megatron_delivers_pieces_of_documents_with_their_end(tiny: Corpus, tmp_
 def shared_segments(pids: Iterable[int]) -> set[str]:
     """Return the files of shared memory that processes and their descendants have mapped."""
     found = set()
-    for pid in {below for pid in pids for below in descendants(pid)}:
+    for pid in {below for top in pids for below in descendants(top)}:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found |= set(
                 re.findall(r"/dev/shm/psm_\w+$", Path(f"/proc/{pid}/maps").read_text(), re.M)
