@@ -244,8 +244,14 @@ class Measurement:
         self.missing: dict[str, str] = {}  # by loader: why it could not be installed
 
     def install(self) -> None:
-        """Find or build the interpreter of every loader."""
-        for peer in dict.fromkeys(peer_of(parts_of(label)[0])[0] for label in self.plan.labels):
+        """Find or build the interpreter of every loader that can do one of the jobs."""
+        names = [parts_of(label)[0] for label in self.plan.labels]
+        able = [
+            name
+            for name in names
+            if any(reason_against(name, job) is None for job in self.plan.jobs)
+        ]
+        for peer in dict.fromkeys(peer_of(name)[0] for name in able):
             try:
                 self.pythons[peer] = environments.interpreter_of(PEERS[peer], self.plan.envs)
             except (environments.NotInstallable, subprocess.TimeoutExpired) as failure:

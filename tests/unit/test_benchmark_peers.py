@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
@@ -52,7 +53,8 @@ IN_ORDER = ("nodes", "torch", "torch-numpy", "stateful", "grain", "datasets")
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     """A few sources of some dozen kB, with a tokenizer."""
-    folder = tmp_path_factory.mktemp("corpus")
+    folder = tmp_path_factory.mktemp("data") / f"v{corpora.VERSION}-seed1"
+    folder.mkdir()
     words = Words.invent(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpora, "SOURCE_BYTES", 2**17)
@@ -255,6 +257,26 @@ def test_loaders_that_are_ahead_of_overlord_come_first() -> None:
         "overlord-shuffled: MB over imports, MB with imports"
     )
     assert described({"overlord": list(MEASURES)}) == "overlord: all"
+
+
+def test_the_program_sweeps_measures_and_lists_what_it_leaves_out(
+    tiny: Corpus, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch")
+    words = ["--sources", "2", "--jobs", "null", "--ranks", "1", "--pairs", "1", "--workers", "0,1"]
+    words += ["--tokens", "null=1000", "--peers", "bare,overlord,torch-numpy,megatron"]
+    words += ["--data", str(tiny.folder.parent), "--envs", str(tmp_path / "envs")]
+    words += ["--json", str(tmp_path / "runs.json")]
+    done = CliRunner().invoke(throughput.main, words)
+    assert done.exit_code == 0, done.output
+    assert PEERS["megatron"].unable["in order"] in done.output
+    assert not (tmp_path / "envs").exists(), "a loader that cannot do the job is not installed"
+    runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
+    assert [run["peer"] for run in runs] == ["bare", "overlord", "bare", "torch-numpy", "bare"]
+    assert runs[3]["workers"] in (0, 1)
+    steps = throughput.LEAST_STEPS * Work.__dataclass_fields__["microbatches"].default
+    assert all(run["tokens"] >= steps * 8192 for run in runs), "more than the first step"
+    assert all(run["steady_tokens"] > 0 for run in runs)
 
 
 def test_a_page_lists_loaders_without_a_row_with_the_reason() -> None:
