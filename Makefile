@@ -74,11 +74,13 @@ FIRST ?= 0
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.simulation.world --seeds $(SEEDS) --first $(FIRST) --past tests/simulation/past_failures.txt $(if $(KEEP),--keep $(KEEP))
 
+# The loaders of which the test environment has all; `python benchmarks/throughput.py` compares them with all others, and takes many hours.
+LOADERS := bare,overlord,overlord-one,overlord-shuffled,overlord-process,overlord-process-shuffled,nodes,torch
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/balance.py
 	$(BIN)/python benchmarks/endtoend_model.py
-	$(BIN)/python benchmarks/throughput.py
+	$(BIN)/python benchmarks/throughput.py --workers 1 --peers $(LOADERS)
 
 # Instructions and cache misses of a small null job, compared with benchmarks/guard.json: fails if either grew by more than 5 %. Needs valgrind; two minutes.
 # make guard AGAINST=../old compares with another checkout, in any versions.

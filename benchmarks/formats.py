@@ -32,8 +32,6 @@ imports torchvision and transformers: where these are missing, empty modules tak
 from __future__ import annotations
 
 import datetime
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import json
 import os
@@ -42,16 +40,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import click
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
+
+from peers.absent import allow_missing  # noqa: E402
 
 WEIGHTS = (0.4, 0.3, 0.2, 0.1)
 PEERS = {"megatron": "megatron.core", "mds": "streaming"}
@@ -104,33 +103,6 @@ def write_mds(folder: Path, tokens: int, seq_length: int) -> None:
         with MDSWriter(out=str(folder / f"s{k}"), columns={"tokens": "ndarray:int32"}) as out:
             for _ in range(tokens // len(WEIGHTS) // seq_length):
                 out.write({"tokens": rng.integers(0, 50_000, seq_length, np.int32)})
-
-
-class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finder of modules that Streaming imports and this benchmark does not use."""
-
-    NAMES = ("torchvision", "transformers")
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name.split(".")[0] in self.NAMES:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        class Empty(types.ModuleType):
-            def __getattr__(self, name: str) -> Any:
-                if name.startswith("__"):
-                    raise AttributeError(name)
-                return type(name, (), {})
-
-        return Empty(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-def allow_missing() -> None:
-    sys.meta_path.append(EmptyModules())  # last: an installed package is found before
 
 
 class Shape(NamedTuple):

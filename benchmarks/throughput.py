@@ -1,14 +1,16 @@
-"""One job through Overlord, a bare loop, torchdata.nodes and torch's DataLoader, on the same data.
+"""One job through Overlord, a bare loop and other loaders, on the same data.
 
-    python benchmarks/throughput.py                                 # everything, about an hour
-    python benchmarks/throughput.py --sources 5 --pairs 1 --quick   # about two minutes
+    python benchmarks/throughput.py                                 # everything: many hours
+    python benchmarks/throughput.py --sources 5 --pairs 1 --quick   # about twenty minutes
+    python benchmarks/throughput.py --sources 100 --peers bare,overlord,grain,torch --workers 2
     python benchmarks/throughput.py --sources 100 --jobs tokenized --peers overlord-process \\
         --arenas 2,5,16,64      # malloc arenas
 
 All peers do the job for the same number of ranks, by default 8, with the same tokens per rank and
 step. The bare loop packs for no particular rank, so its cost per token is that of the job for any
-number of ranks; its first step is that of 8. benchmarks/README.md explains the method and the
-columns.
+number of ranks. Its first step is that of 8. A sweep finds the smallest number of workers with
+which a peer keeps pace with Overlord. A peer that cannot be installed or cannot do
+a job is listed with the reason. benchmarks/README.md explains the method and the columns.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -32,11 +35,14 @@ from rich.console import Console
 from rich.table import Table
 
 from corpus import Corpus, default_folder
-from page import Numbers, progress, save, wide_console
-from peers.cell import MODULES
+from page import Numbers, markdown_table, progress, save, shown_table, wide_console
+from peers import environments
 from peers.data import corpora
 from peers.measure import wait_for_idle
-from peers.runner import SERVED, CellFailed, Figures, run_cell
+from peers.runner import SERVED, CellFailed, Figures, conversion, run_cell
+from peers.standing import ahead, described, ordered
+from peers.sweep import Sweep, sweep
+from peers.table import LABELS, OVERLORD, PEERS, SHUFFLED, peer_of, reason_against
 from peers.work import Work
 
 TOKENS = {"null": 200_000_000, "tokenized": 8_000_000}  # 5 to 20 seconds per cell on two cores
@@ -49,6 +55,11 @@ TOKENS_PER_SOURCE = {
 UNSTEADY = 0.9
 QUICK = 10  # times fewer tokens
 RANKS = 8
+WORKERS = (0, 1, 2, 4, 8)
+SWEEP_SHARE = 4  # a run of a sweep delivers one n-th of the tokens
+LEAST_STEPS = 2  # of all ranks, in every run: the steady part begins after the first step
+PACE = "overlord"  # the loader whose speed is the pace
+BEHIND = ", behind"  # with a number of workers: no number kept pace
 UNSTEADY_NOTE = (
     "* not steady: this part of the run lived on what was read ahead before it; use the "
     "whole run, or more tokens"
@@ -57,6 +68,7 @@ HEADINGS = (
     "job",
     "sources",
     "loader",
+    "workers",
     "CPU s/Mtok",
     "x bare",
     "above bare, us/tok",
@@ -64,11 +76,13 @@ HEADINGS = (
     "start-up CPU s",
     "first step s",
     "Mtok/s",
+    "whole Mtok/s",
     "MB over imports",
     "with imports MB (clients)",
     "processes",
     "Mtok a run",
     "others, cores",
+    "ahead of Overlord in",
 )
 
 
@@ -121,6 +135,15 @@ class Setting:
     job: str
     n_sources: int
     runs: list[Figures]
+    sweeps: dict[str, Sweep] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # why a loader is not in the table
+
+    def workers(self, peer: str) -> str:
+        """Return the number of workers of a loader, as the table says it."""
+        found = self.sweeps.get(peer)
+        if found is None or not found.speeds:
+            return str(self.of(peer)[0].workers) if is_swept(peer) else ""
+        return f"{found.chosen}{'' if found.keeps_pace(found.chosen) else BEHIND}"
 
     def of(self, peer: str) -> list[Figures]:
         return [run for run in self.runs if run.peer == peer]
@@ -160,54 +183,199 @@ def with_arenas(peers: Sequence[str], arenas: Sequence[int]) -> list[str]:
 
 
 def parts_of(label: str) -> tuple[str, int]:
-    """Return the peer of a label, and its malloc arenas; 0: the default."""
-    peer, _, arenas = label.partition("@")
-    return peer, int(arenas or 0)
+    """Return the name of a label, and its malloc arenas; 0: the default."""
+    name, _, arenas = label.partition("@")
+    return name, int(arenas or 0)
 
 
-def measure(
-    found: dict[int, Corpus],
-    jobs: Sequence[str],
-    cells: Sequence[str],
-    amount: Amount,
-    ranks: int,
-    seed: int,
-    limit_s: float,
-    idle_s: float,
-    console: Console,
-) -> list[Setting]:
-    """Run all cells, one at a time: two at once would disturb each other."""
-    settings = [Setting(job, n, []) for job in jobs for n in found]
-    with progress(console) as shown:
-        bar = shown.add_task("", total=len(settings) * len(cells))
-        for setting in settings:
-            for peer in cells:
-                shown.update(bar, description=f"{setting.job}, {setting.n_sources} sources: {peer}")
-                tokens = amount.tokens(setting.job, setting.n_sources, peer)
-                folder, (name, arenas) = str(found[setting.n_sources].folder), parts_of(peer)
-                work = Work(
-                    name,
-                    setting.job,
-                    folder,
-                    setting.n_sources,
-                    tokens,
-                    ranks=ranks,
-                    seed=seed,
-                    arenas=arenas,
-                )
-                wait_for_idle(idle_s)
-                setting.runs.append(run_cell(work, limit_s))
+def is_swept(label: str) -> bool:
+    return PEERS[peer_of(parts_of(label)[0])[0]].swept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The settings of the program."""
+
+    labels: list[str]
+    jobs: list[str]
+    amount: Amount
+    pairs: int
+    ranks: int
+    workers: tuple[int, ...]
+    seed: int
+    limit_s: float
+    idle_s: float
+    envs: Path
+    pace: float | None  # Mtok/s; None: that of Overlord
+
+    def work(
+        self, label: str, job: str, corpus: Corpus, workers: int = 1, *, short: bool = False
+    ) -> Work:
+        name, arenas = parts_of(label)
+        peer, shuffled = peer_of(name)
+        n, share = len(corpus.sources), SWEEP_SHARE if short else 1
+        work = Work(
+            peer,
+            job,
+            str(corpus.folder),
+            n,
+            self.amount.tokens(job, n, peer) // share,
+            ranks=self.ranks,
+            seed=self.seed,
+            arenas=arenas,
+            workers=workers,
+            shuffle=shuffled and peer not in OVERLORD,
+        )
+        least = LEAST_STEPS * work.ranks * work.microbatches * work.context
+        return replace(work, tokens=max(work.tokens, least))
+
+    def counts(self, label: str) -> list[int]:
+        """Return the numbers of workers that a loader may have."""
+        least = PEERS[peer_of(parts_of(label)[0])[0]].least_workers
+        return sorted({max(n, least) for n in self.workers})
+
+
+class Measurement:
+    """Runs all cells of a plan, one at a time: two at once would disturb each other."""
+
+    def __init__(self, plan: Plan, found: dict[int, Corpus], console: Console):
+        self.plan, self.found, self.console = plan, found, console
+        self.pythons: dict[str, str] = {}  # by loader
+        self.missing: dict[str, str] = {}  # by loader: why it could not be installed
+
+    def install(self) -> None:
+        """Find or build the interpreter of every loader that can do one of the jobs."""
+        names = [parts_of(label)[0] for label in self.plan.labels]
+        able = [
+            name
+            for name in names
+            if any(reason_against(name, job) is None for job in self.plan.jobs)
+        ]
+        for peer in dict.fromkeys(peer_of(name)[0] for name in able):
+            try:
+                self.pythons[peer] = environments.interpreter_of(PEERS[peer], self.plan.envs)
+            except (environments.NotInstallable, subprocess.TimeoutExpired) as failure:
+                self.missing[peer] = f"not installed: {failure}"
+                self.console.print(f"{peer}: {failure}", markup=False, highlight=False)
+
+    def settings(self) -> list[Setting]:
+        self.install()
+        made = []
+        for job in self.plan.jobs:
+            for corpus in self.found.values():
+                made.append(Setting(job, len(corpus.sources), []))
+                self.run(made[-1], corpus)
+                self.console.print(_table(made[-1]))
+        return made
+
+    def run(self, setting: Setting, corpus: Corpus) -> None:
+        able = [label for label in self.plan.labels if self.is_able(setting, corpus, label)]
+        cells = order_of_cells(able, self.plan.pairs)
+        with progress(self.console) as shown:
+            title = f"{setting.job}, {setting.n_sources} sources"
+            bar = shown.add_task(title, total=len(able) + len(cells))
+            for label in able:
+                shown.update(bar, description=f"{title}: workers of {label}")
+                self.choose(setting, corpus, label)
                 shown.advance(bar)
-            shown.console.print(_table(setting, list(dict.fromkeys(cells))))
-    return settings
+            for label in cells:
+                shown.update(bar, description=f"{title}: {label}")
+                self.cell(setting, corpus, label)
+                shown.advance(bar)
+
+    def is_able(self, setting: Setting, corpus: Corpus, label: str) -> bool:
+        """Return whether a loader can do a job, after its data is there; note why not."""
+        name, _ = parts_of(label)
+        peer, _ = peer_of(name)
+        reason = self.missing.get(peer) or reason_against(name, setting.job)
+        if reason is None:
+            try:
+                conversion(self.given(label, setting.job, corpus), self.plan.limit_s)
+            except CellFailed as failure:
+                reason = str(failure)
+        if reason is not None:
+            setting.failed[label] = reason
+        return reason is None
+
+    def given(
+        self, label: str, job: str, corpus: Corpus, workers: int = 1, *, short: bool = False
+    ) -> Work:
+        work = self.plan.work(label, job, corpus, workers, short=short)
+        return replace(work, python=self.pythons[work.peer])
+
+    def choose(self, setting: Setting, corpus: Corpus, label: str) -> None:
+        """Find the number of workers of a loader, unless only one number is allowed."""
+        counts = self.plan.counts(label)
+        if not is_swept(label) or len(counts) == 1:
+            return
+
+        failures = []
+
+        def speed(workers: int) -> float:
+            try:
+                return self.short(label, setting, corpus, workers)
+            except CellFailed as failure:
+                failures.append(failure)
+                return 0.0
+
+        found = sweep(self.pace(setting, corpus, shuffled=label.endswith(SHUFFLED)), counts, speed)
+        if any(found.speeds.values()):
+            setting.sweeps[label] = found
+        else:
+            self.failed(setting, label, failures[0])
+
+    def short(self, label: str, setting: Setting, corpus: Corpus, workers: int = 1) -> float:
+        """Return the speed of a short run, in million tokens per second."""
+        work = self.given(label, setting.job, corpus, workers, short=True)
+        wait_for_idle(self.plan.idle_s)
+        return run_cell(work, self.plan.limit_s).speed
+
+    def pace(self, setting: Setting, corpus: Corpus, *, shuffled: bool) -> float:
+        """Return the speed of Overlord in the same order; it is measured once for a setting."""
+        if self.plan.pace is not None:
+            return self.plan.pace
+        known = [
+            found.pace
+            for label, found in setting.sweeps.items()
+            if label.endswith(SHUFFLED) == shuffled
+        ]
+        if known:
+            return known[0]
+        self.pythons.setdefault(PACE + SHUFFLED * shuffled, sys.executable)
+        return self.short(PACE + SHUFFLED * shuffled, setting, corpus)
+
+    def cell(self, setting: Setting, corpus: Corpus, label: str) -> None:
+        if label in setting.failed:
+            return
+        chosen = setting.sweeps.get(label)
+        workers = chosen.chosen if chosen else self.plan.counts(label)[-1] if is_swept(label) else 1
+        wait_for_idle(self.plan.idle_s)
+        try:
+            work = self.given(label, setting.job, corpus, workers)
+            setting.runs.append(run_cell(work, self.plan.limit_s))
+        except CellFailed as failure:
+            if label == "bare":
+                raise
+            self.failed(setting, label, failure)
+
+    def failed(self, setting: Setting, label: str, failure: CellFailed) -> None:
+        self.console.print(str(failure), markup=False, highlight=False)
+        setting.failed[label] = str(failure).strip().splitlines()[-1]
 
 
-def rows_of(setting: Setting, peers: Sequence[str]) -> list[list[str]]:
-    """Return the lines of one setting: medians, and for ratios also the spread."""
+def rows_of(setting: Setting) -> list[list[str]]:
+    """Return the lines of one setting: medians, and for ratios also the spread.
+
+    Peers that are ahead of Overlord come first.
+    """
+    by_label: dict[str, list[Figures]] = {}
+    for run in setting.runs:
+        by_label.setdefault(run.peer, []).append(run)
     rows = []
-    for peer in peers:
+    for peer in ordered(by_label):
         runs, paired = setting.of(peer), setting.paired(peer) if peer != "bare" else []
-        row = [setting.job, str(setting.n_sources), peer, _median(runs, "steady_cpu", ".4f")]
+        row = [setting.job, str(setting.n_sources), peer, setting.workers(peer)]
+        row += [_median(runs, "steady_cpu", ".4f")]
         if paired:
             early = (
                 statistics.median(p.ratio for p in paired) < UNSTEADY
@@ -227,6 +395,7 @@ def rows_of(setting: Setting, peers: Sequence[str]) -> list[list[str]]:
         )
         row += [
             _median(runs, "speed", ".2f"),
+            _median(runs, "whole_speed", ".2f"),
             _median(runs, "over_idle_mb", ".0f"),
             _median(runs, "pss_mb", ".0f") + of_it,
         ]
@@ -234,6 +403,7 @@ def rows_of(setting: Setting, peers: Sequence[str]) -> list[list[str]]:
             str(runs[0].processes),
             _median(runs, "millions", ".0f"),
             _median(runs, "others_cores", ".2f"),
+            described(ahead(by_label, peer)),
         ]
         rows.append(row)
     return rows
@@ -253,40 +423,94 @@ def _spread(values: Sequence[float], form: str) -> str:
     )
 
 
-def _table(setting: Setting, peers: Sequence[str]) -> Table:
+def _table(setting: Setting) -> Table:
     table = Table(
-        *HEADINGS[2:],
+        *HEADINGS[2:-1],
         header_style="bold",
         title=f"{setting.job}, {setting.n_sources} sources",
         title_justify="left",
     )
-    if any("*" in cell for row in rows_of(setting, peers) for cell in row):
+    if any("*" in cell for row in rows_of(setting) for cell in row):
         table.caption = UNSTEADY_NOTE
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in rows_of(setting, peers):
-        table.add_row(*row[2:])
+    for row in rows_of(setting):
+        table.add_row(*row[2:-1])
     return table
 
 
-def markdown(settings: Sequence[Setting], peers: Sequence[str], pairs: int, today: str) -> str:
-    """Return the dated table for benchmarks/results."""
-    lines = [f"# Throughput, {today}", "", machine(), ""]
-    lines += [
-        f"{settings[0].runs[0].ranks} ranks. {pairs} run(s) of each peer, each between "
-        "two bare runs."
-    ]
-    lines += [
-        "Medians; in brackets lowest and highest. How to read it: `benchmarks/README.md`.",
+def markdown(settings: Sequence[Setting], pairs: int, today: str, versions: Versions) -> str:
+    """Return the dated page for benchmarks/results."""
+    rows = [row for setting in settings for row in rows_of(setting)]
+    lines = [
+        f"# Throughput, {today}",
         "",
+        machine(),
+        "",
+        f"{settings[0].runs[0].ranks} ranks. {pairs} run(s) of each peer, each between "
+        "two bare runs.",
+        "Medians; in brackets lowest and highest. How to read it: `benchmarks/README.md`.",
+        "Peers that are ahead of Overlord in any measure come first.",
+        "",
+        markdown_table(HEADINGS, rows),
     ]
-    lines += ["| " + " | ".join(HEADINGS) + " |", "|" + "---|" * len(HEADINGS)]
-    lines += [
-        "| " + " | ".join(row) + " |" for setting in settings for row in rows_of(setting, peers)
-    ]
-    if any("*" in line for line in lines[-len(settings) * len(peers) :]):
+    if any("*" in cell for row in rows for cell in row):
         lines += ["", UNSTEADY_NOTE.replace("*", "\\*")]
+    for title, head, more in (
+        ("Workers", SWEEP_HEAD, sweep_rows(settings)),
+        ("Not in the table", MISSING_HEAD, missing_rows(settings)),
+        ("Versions", VERSION_HEAD, versions),
+    ):
+        if more:
+            lines += ["", f"## {title}", "", markdown_table(head, more)]
     return "\n".join(lines) + "\n"
+
+
+Versions = list[list[str]]
+SWEEP_HEAD = ("job", "sources", "loader", "pace, Mtok/s", "Mtok/s by workers of a rank", "chosen")
+MISSING_HEAD = ("loader", "where", "reason")
+VERSION_HEAD = ("loader", "versions", "differs from the job in")
+
+
+def sweep_rows(settings: Sequence[Setting]) -> list[list[str]]:
+    return [
+        [
+            setting.job,
+            str(setting.n_sources),
+            label,
+            f"{found.pace:.2f}",
+            ", ".join(f"{n}: {speed:.2f}" for n, speed in found.speeds.items()),
+            setting.workers(label),
+        ]
+        for setting in settings
+        for label, found in setting.sweeps.items()
+    ]
+
+
+def missing_rows(settings: Sequence[Setting]) -> list[list[str]]:
+    """Return each loader and reason, with the settings that it holds for."""
+    where: dict[tuple[str, str], list[str]] = {}
+    for setting in settings:
+        for label, reason in setting.failed.items():
+            place = f"{setting.job} {setting.n_sources}"
+            where.setdefault((label, reason.replace("|", "/")), []).append(place)
+    return [
+        [label, "everywhere" if len(places) == len(settings) else ", ".join(places), reason]
+        for (label, reason), places in where.items()
+    ]
+
+
+def version_rows(peers: Sequence[str], pythons: dict[str, str]) -> Versions:
+    """Return the versions of the loaders that ran: those that their interpreters have."""
+    rows = []
+    for name in dict.fromkeys(peer_of(parts_of(label)[0])[0] for label in peers):
+        peer = PEERS[name]
+        if name not in pythons or not (peer.pins or peer.note):
+            continue
+        found = [pin.partition("==")[0] for pin in peer.pins]
+        shown = ", ".join(f"{d} {environments.version_in(pythons[name], d)}" for d in found)
+        rows.append([name, shown, peer.note])
+    return rows
 
 
 def machine() -> str:
@@ -367,10 +591,27 @@ class TokenCounts(click.ParamType):
 @click.option("--jobs", type=_words(tuple(TOKENS)), default="null,tokenized", show_default=True)
 @click.option(
     "--peers",
-    type=_words((*MODULES, *SERVED)),
-    default="bare,overlord,overlord-one,overlord-shuffled,overlord-process,overlord-process-shuffled,nodes,torch",
+    type=_words(LABELS),
+    default=",".join(label for label in LABELS if not label.startswith("torch-numpy")),
+    help="Of the loaders, those that run.  [default: all but torch-numpy]",
+)
+@click.option(
+    "--workers",
+    type=Numbers(),
+    default=",".join(map(str, WORKERS)),
     show_default=True,
-    help="Also torch-numpy.",
+    help="Workers of a rank that a peer may have; the smallest number that keeps pace is taken.",
+)
+@click.option(
+    "--pace",
+    type=float,
+    help="Million tokens a second with which a peer keeps pace.  [default: those of Overlord]",
+)
+@click.option(
+    "--envs",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=environments.default_folder,
+    help="Environments of the peers that the running interpreter does not have.",
 )
 @click.option(
     "--ranks",
@@ -447,6 +688,9 @@ def main(
     sources: list[int],
     jobs: list[str],
     peers: list[str],
+    workers: list[int],
+    pace: float | None,
+    envs: Path,
     ranks: int,
     pairs: int,
     tokens: dict[str, int],
@@ -466,21 +710,32 @@ def main(
         "bare",
         *with_arenas([peer for peer in dict.fromkeys(peers) if peer != "bare"], arenas),
     ]
+    plan = Plan(
+        labels=peers,
+        jobs=jobs,
+        amount=amount,
+        pairs=pairs,
+        ranks=ranks,
+        workers=tuple(workers),
+        seed=seed,
+        limit_s=limit_s,
+        idle_s=idle_s,
+        envs=envs,
+        pace=pace,
+    )
+    measurement = Measurement(plan, corpora(console, data, sources, seed), console)
     try:
-        settings = measure(
-            corpora(console, data, sources, seed),
-            jobs,
-            order_of_cells(peers, pairs),
-            amount,
-            ranks,
-            seed,
-            limit_s,
-            idle_s,
-            console,
-        )
+        settings = measurement.settings()
     except CellFailed as failure:
         raise click.ClickException(str(failure)) from failure
+    versions = version_rows(peers, measurement.pythons)
     today = datetime.date.today().isoformat()
+    for title, head, rows in (
+        ("workers", SWEEP_HEAD, sweep_rows(settings)),
+        ("not in the table", MISSING_HEAD, missing_rows(settings)),
+        ("versions", VERSION_HEAD, versions),
+    ):
+        console.print(shown_table(title, head, rows))
     console.print(machine())
     if json_path:
         runs = [asdict(run) for setting in settings for run in setting.runs]
@@ -491,7 +746,7 @@ def main(
         )
     if saving:
         name = f"{today}-throughput{'-arenas' * bool(arenas)}"
-        console.print(f"saved {save(name, markdown(settings, peers, pairs, today), {})}")
+        console.print(f"saved {save(name, markdown(settings, pairs, today, versions), {})}")
 
 
 if __name__ == "__main__":

@@ -16,28 +16,20 @@ import warnings
 from pathlib import Path
 
 from corpus import open_corpus
-from peers.imports import as_a_trainer
+from peers.imports import as_a_trainer, import_late
 from peers.marks import consume, mark, say
+from peers.table import PEERS
 from peers.work import Work
-
-MODULES = {
-    "bare": "peers.bare",
-    "nodes": "peers.nodes",
-    "torch": "peers.torch_loader",
-    "torch-numpy": "peers.torch_loader",
-    "overlord": "overlord_side",
-    "overlord-shuffled": "overlord_side",
-    "overlord-one": "overlord_side",
-}
 
 
 def main() -> None:
     work = Work(**json.loads(sys.argv[1]))
     warnings.simplefilter("ignore")
-    side = importlib.import_module(MODULES[work.peer])
+    side = importlib.import_module(PEERS[work.peer].module)
     side.prepare(work)
     if work.trainer:
         as_a_trainer()
+    import_late()
     say(ready=True)
     sys.stdin.readline()
     mark("start", work, 0, 0, 0)

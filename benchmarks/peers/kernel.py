@@ -7,7 +7,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -153,31 +153,60 @@ class Packer:
             self.filled += size
 
     def build(self) -> Microbatch:
-        """Return the arrays of the batch contract.
+        return arrays_of(self.documents, self.sources, self.ramp)
 
-        Without padding the two cumulative lengths are equal and may be one array.
-        """
-        lengths = np.fromiter(map(len, self.documents), np.int32, len(self.documents))
-        bounds = np.zeros(len(lengths) + 1, np.int32)
-        np.cumsum(lengths, out=bounds[1:])
-        tokens = np.empty(self.filled, np.int64)
-        np.concatenate(self.documents, out=tokens, casting="same_kind")
-        last = bounds[1:] - 1
-        labels = np.empty(self.filled, np.int64)
-        labels[:-1] = tokens[1:]
-        labels[last] = NO_LABEL
-        loss_mask = np.ones(self.filled, np.float32)
-        loss_mask[last] = 0.0
-        return {
-            "tokens": tokens,
-            "position_ids": self.ramp[: self.filled] - np.repeat(bounds[:-1], lengths),
-            "labels": labels,
-            "loss_mask": loss_mask,
-            "cu_seqlens": bounds,
-            "cu_seqlens_padded": bounds,
-            "max_seqlen": lengths.max(),
-            "source_ids": np.array(self.sources, np.int32),
-        }
+
+def arrays_of(
+    documents: Sequence[np.ndarray], sources: Sequence[int], ramp: np.ndarray
+) -> Microbatch:
+    """Return the arrays of the batch contract.
+
+    Without padding the two cumulative lengths are equal and may be one array.
+    """
+    lengths = np.fromiter(map(len, documents), np.int32, len(documents))
+    bounds = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=bounds[1:])
+    filled = int(bounds[-1])
+    tokens = np.empty(filled, np.int64)
+    np.concatenate(documents, out=tokens, casting="same_kind")
+    last = bounds[1:] - 1
+    labels = np.empty(filled, np.int64)
+    labels[:-1] = tokens[1:]
+    labels[last] = NO_LABEL
+    loss_mask = np.ones(filled, np.float32)
+    loss_mask[last] = 0.0
+    return {
+        "tokens": tokens,
+        "position_ids": ramp[:filled] - np.repeat(bounds[:-1], lengths),
+        "labels": labels,
+        "loss_mask": loss_mask,
+        "cu_seqlens": bounds,
+        "cu_seqlens_padded": bounds,
+        "max_seqlen": lengths.max(),
+        "source_ids": np.array(sources, np.int32),
+    }
+
+
+def next_fit(sizes: Iterable[int], context: int) -> list[int]:
+    """Return the first document of each microbatch that next-fit makes of a list of sizes."""
+    firsts, filled = [0], 0
+    for i, size in enumerate(sizes):
+        if filled + size > context:
+            firsts.append(i)
+            filled = 0
+        filled += size
+    return firsts
+
+
+def packed_rows(
+    rows: Iterable[tuple[int, Any]], corpus: Corpus, work: Work
+) -> Iterator[Microbatch]:
+    """Encode and pack a mixed stream of rows, each with the number of its source."""
+    encode, packer = Encoder(corpus, work.job, work.context), Packer(work.context)
+    stream = iter(rows)
+    while chunk := list(islice(stream, CHUNK_ROWS)):
+        sources, encoded = zip(*chunk, strict=True)
+        yield from packer.add(encode(encoded), sources)
 
 
 def mixed_microbatches(corpus: Corpus, work: Work) -> Iterator[Microbatch]:

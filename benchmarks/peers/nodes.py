@@ -1,15 +1,17 @@
 """torchdata.nodes, configured for speed.
 
-Every rank is a process. Sources, weighted sampler, encoder and packer run in one background thread
-of it. Reading and encoding release the interpreter lock, so a worker process would only add a pipe.
+Every rank is a process. With one worker, sources, weighted sampler, encoder and packer run in one
+background thread of it; more workers are threads that encode. Reading and encoding release the
+interpreter lock, so a worker process would only add a pipe.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 with warnings.catch_warnings():
@@ -21,12 +23,21 @@ with warnings.catch_warnings():
         Loader,
         Mapper,
         MultiNodeWeightedSampler,
+        ParallelMapper,
         Prefetcher,
         StopCriteria,
     )
 
 from corpus import Corpus
-from peers.kernel import CHUNK_ROWS, Encoder, Microbatch, Packer, SourceRows
+from peers.kernel import (
+    CHUNK_ROWS,
+    SHUFFLED_ROWS,
+    Encoder,
+    Microbatch,
+    Packer,
+    RowBuffer,
+    SourceRows,
+)
 from peers.work import Work
 
 # microbatches; the default of 1 asks all sources for their state at every one, and costs far more
@@ -79,13 +90,21 @@ def prepare(work: Work) -> None:
 
 def microbatches(corpus: Corpus, work: Work) -> Iterator[Any]:
     encode = Encoder(corpus, work.job, work.context)
+    rng = np.random.default_rng([work.seed, work.rank])
+    buffer = RowBuffer(SHUFFLED_ROWS, rng)
 
-    def encode_chunk(chunk: list[tuple[int, Any]]) -> tuple[list[Any], tuple[int, ...]]:
+    def exchange(chunk: list[tuple[int, Any]]) -> tuple[Sequence[Any], Sequence[int]]:
         sources, rows = zip(*chunk, strict=True)
-        return encode(rows), sources
+        if work.shuffle:
+            sources, rows = buffer.exchange(sources, rows)
+        return rows, sources
+
+    def encode_chunk(chunk: tuple[Sequence[Any], Sequence[int]]) -> tuple[list[Any], Sequence[int]]:
+        return encode(chunk[0]), chunk[1]
 
     readers = (
-        SourceRows(source, work.column, work.rank, work.processes) for source in corpus.sources
+        SourceRows(source, work.column, work.rank, work.processes, rng if work.shuffle else None)
+        for source in corpus.sources
     )
     nodes = {
         source.name: IterableWrapper(Tagged(rows, i))
@@ -102,10 +121,16 @@ def microbatches(corpus: Corpus, work: Work) -> Iterator[Any]:
         world_size=work.processes,
         seed=work.seed,
     )
-    node = Mapper(Batcher(node, CHUNK_ROWS), encode_chunk)
-    node = Prefetcher(
-        PackNode(node, work.context),
-        prefetch_factor=work.microbatches,
-        snapshot_frequency=SNAPSHOT_EVERY,
-    )
+    node = Mapper(Batcher(node, CHUNK_ROWS), exchange)
+    if work.workers > 1:
+        node = ParallelMapper(
+            node, encode_chunk, work.workers, method="thread", snapshot_frequency=SNAPSHOT_EVERY
+        )
+    else:
+        node = Mapper(node, encode_chunk)
+    node = PackNode(node, work.context)
+    if work.workers:
+        node = Prefetcher(
+            node, prefetch_factor=work.microbatches, snapshot_frequency=SNAPSHOT_EVERY
+        )
     return iter(Loader(node))

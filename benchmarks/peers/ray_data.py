@@ -29,7 +29,8 @@ import pyarrow as pa
 
 from corpus import FILES, Corpus, SourceFiles, open_corpus
 from peers.contract import NO_LABEL
-from peers.kernel import Encoder, rows_of
+from peers.imports import as_a_trainer
+from peers.kernel import Encoder, next_fit, rows_of
 from peers.line import Line, take_steps
 from peers.work import Work
 
@@ -85,13 +86,7 @@ class Pack:
 
 def packed(table: pa.Table, documents: list[np.ndarray], context: int) -> pa.Table:
     sizes = np.fromiter(map(len, documents), np.int64, len(documents))
-    firsts, filled = [0], 0
-    for i, size in enumerate(sizes.tolist()):
-        if filled + size > context:
-            firsts.append(i)
-            filled = 0
-        filled += size
-    rows = np.array([*firsts, len(documents)], np.int64)
+    rows = np.array([*next_fit(sizes.tolist(), context), len(documents)], np.int64)
     ends = np.concatenate([[0], np.cumsum(sizes)])
     return pa.table(
         {
@@ -158,8 +153,11 @@ class Rank:
         self.work = Work(**work)
         self.line = Line(path, f"rank/{self.work.rank}")
 
-    def there(self) -> bool:
-        return True
+    def there(self, trainer: bool = False) -> int:
+        """Return the process; ``trainer``: after the imports of a trainer."""
+        if trainer:
+            as_a_trainer()
+        return os.getpid()
 
     def take(self, split: Any) -> None:
         batches = iter(
@@ -233,16 +231,10 @@ def listed(corpus: Corpus, work: Work, folder: Path) -> Any:
     return read.select_columns([work.column, "path"])
 
 
-def main() -> None:
-    path, work, temporary = sys.argv[1], Work(**json.loads(sys.argv[2])), Path(sys.argv[3])
-    os.environ.update(SETTINGS)
+def start_ranks(path: str, work: Work, temporary: Path, cores: int) -> list[Any]:
+    """Start a cluster on this machine, and the workers of the trainers."""
     import ray
-    import ray.data
 
-    line = Line(path, "server")
-    line.say(ready=True)
-    line.hear()
-    cores = len(os.sched_getaffinity(0))
     ray.init(
         "local",
         num_cpus=cores,
@@ -253,25 +245,45 @@ def main() -> None:
         _temp_dir=str(temporary / "ray"),
     )
     given = {name: getattr(work, name) for name in Work.__slots__}
-    ranks = [
+    return [
         ray.remote(Rank)
         .options(num_cpus=0)
         .remote(path, {**given, "rank": rank, "processes": work.ranks})
         for rank in range(work.ranks)
     ]
-    ray.get([rank.there.remote() for rank in ranks])
-    line.say(cluster=time.monotonic())
+
+
+def take_splits(ranks: list[Any], work: Work, temporary: Path, pool: int) -> list[Any]:
+    """Read, mix and pack in a pool of that many actors; every rank takes its split."""
+    import ray.data
+
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     corpus = open_corpus(Path(work.folder), work.n_sources)
     rows = (listed if work.peer == "ray-data-list" else mixed)(corpus, work, temporary)
     packing = {
         "fn_constructor_kwargs": {"work": work},
-        "compute": ray.data.ActorPoolStrategy(size=max(1, cores - 1)),
+        "compute": ray.data.ActorPoolStrategy(size=pool),
         **BLOCKS,
     }
     splits = rows.map_batches(Pack, **packing).streaming_split(work.ranks)
-    taking = [rank.take.remote(split) for rank, split in zip(ranks, splits, strict=True)]
+    return [rank.take.remote(split) for rank, split in zip(ranks, splits, strict=True)]
+
+
+def main() -> None:
+    path, work, temporary = sys.argv[1], Work(**json.loads(sys.argv[2])), Path(sys.argv[3])
+    os.environ.update(SETTINGS)
+    import ray
+    import ray.data  # imports come before the clock starts
+
+    line = Line(path, "server")
+    line.say(ready=True)
+    line.hear()
+    cores = len(os.sched_getaffinity(0))
+    ranks = start_ranks(path, work, temporary, cores)
+    ray.get([rank.there.remote() for rank in ranks])
+    line.say(cluster=time.monotonic())
+    taking = take_splits(ranks, work, temporary, max(1, cores - 1))
     line.say(serving=None, hosts=[])
     threading.Thread(target=_watch, args=(taking, line), daemon=True).start()
     while line.hear() != "end":

@@ -16,22 +16,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from peers import table
 from peers.measure import busy_seconds, descendants, pss_bytes
+from peers.table import DRIVER, PEERS, RANK
 from peers.work import Work
 
 HERE = Path(__file__).resolve().parents[1]
-PROCESS_PER_RANK = (
-    "nodes",
-    "torch",
-    "torch-numpy",
-)  # as torchrun starts them; the others serve all ranks from one process
-SERVED = (
-    "overlord-process",
-    "overlord-process-shuffled",
-)  # a process per rank too, that only receives; another one serves them
+PROCESS_PER_RANK = tuple(name for name, peer in PEERS.items() if peer.processes == RANK)
+# a process per rank too, that only receives; another one serves them
+SERVED = tuple(name for name, peer in PEERS.items() if peer.processes == table.SERVED)
 SAMPLE_S = (
     0.25  # between two looks at memory; each look costs the cell a short lock on its address space
 )
+TRACKER_S = 5.0  # in which a tracker of shared memory has removed what a killed cell left
 LAST = "end"
 
 
@@ -47,6 +44,7 @@ class Figures:
     job: str
     n_sources: int
     ranks: int
+    workers: int  # of a rank
     processes: int  # that lived at the end, all counted
     tokens: int  # delivered in all
     steady_tokens: int  # of these, in the steady part
@@ -76,6 +74,11 @@ class Figures:
         return self.cpu_s / self.tokens * 1e6
 
     @property
+    def whole_speed(self) -> float:
+        """Million tokens per second of wall time over the whole run, start-up included."""
+        return self.tokens / self.wall_s / 1e6
+
+    @property
     def millions(self) -> float:
         return self.tokens / 1e6
 
@@ -101,7 +104,7 @@ def run_cell(work: Work, timeout_s: float) -> Figures:
             if work.peer in SERVED:
                 children.append(_start("peers.server", work, errors, cache))
                 works = [replace(w, server=children[0].pid) for w in works]
-            module = "peers.connected" if work.peer in SERVED else "peers.cell"
+            module = module_of(work)
             for w in works:
                 children.append(_start(module, w, errors, cache))
             return _Cell(work, children, errors, time.monotonic() + timeout_s).observe()
@@ -110,17 +113,42 @@ def run_cell(work: Work, timeout_s: float) -> Figures:
                 _kill_group(child)
 
 
+def module_of(work: Work) -> str:
+    """Return the program of the processes that consume."""
+    own = PEERS[work.peer].processes in (DRIVER, table.SERVED)
+    return PEERS[work.peer].module if own else "peers.cell"
+
+
+def conversion(work: Work, timeout_s: float) -> None:
+    """Write the corpus in the format of a loader, unless it is there."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore"}
+    command = [work.python or sys.executable, "-m", "peers.conversion", json.dumps(asdict(work))]
+    done = subprocess.run(
+        command,
+        env=environment,
+        cwd=HERE,
+        timeout=timeout_s,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise CellFailed(f"{work.peer}: its data could not be made: {lines[-1]}")
+
+
 def _start(module: str, work: Work, errors: Any, cache: str) -> subprocess.Popen:
     # One thread each in libraries that would otherwise start one per core: what is counted is work,
     # not idle spinning.
     single = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     paths = os.pathsep.join([str(HERE), str(HERE.parent / "src")])
-    environment = {**os.environ, **single, "PYTHONPATH": paths, "OVERLORD_CACHE": cache}
+    folders = {"PYTHONPATH": paths, "OVERLORD_CACHE": cache, "CELL_FOLDER": cache}
+    environment = {**os.environ, **single, **folders}
     if (
         work.arenas and module != "peers.connected"
     ):  # trainers that only receive are not part of the question
         environment["MALLOC_ARENA_MAX"] = str(work.arenas)
-    command = [sys.executable, "-m", module, json.dumps(asdict(work))]
+    command = [work.python or sys.executable, "-m", module, json.dumps(asdict(work))]
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -145,7 +173,7 @@ class _Cell:
         self.lines.wait_for(lambda said: all(any("ready" in line for line in s) for s in said))
         self.look()
         clients_idle = self.clients_peak
-        idle = clients_idle if self.served else self.peak
+        idle = clients_idle if self.served else self.idle()
         if (
             self.served
         ):  # their clock starts first, so that they have seen what the server used before its own
@@ -178,6 +206,11 @@ class _Cell:
             busy,
             {f"{name}_mb": nbytes / 2**20 for name, nbytes in memory.items()},
         )
+
+    def idle(self) -> int:
+        """Return the memory of the ranks after their imports; a driver says which they are."""
+        said = [line["ranks"] for lines in self.lines.said for line in lines if "ranks" in line]
+        return pss_bytes(said[0]) if said else self.peak
 
     def marks(self) -> list[dict[str, Any]]:
         return [
@@ -262,6 +295,7 @@ def _figures(
         job=work.job,
         n_sources=work.n_sources,
         ranks=work.ranks,
+        workers=work.workers,
         processes=processes,
         tokens=int(tokens),
         steady_tokens=int(total("tokens", "warm", LAST)),
@@ -279,10 +313,29 @@ def _figures(
 
 
 def _kill_group(child: subprocess.Popen) -> None:
-    """Kill a cell and its workers: the cell leads a process session of its own."""
+    """Kill a cell and its workers: the cell leads a process session of its own.
+
+    Workers of a driver may have sessions of their own; they are among its descendants. Python's
+    trackers of shared memory end by themselves, after they have removed what killed processes left.
+    """
+    below = descendants(child.pid)
+    trackers = [pid for pid in below if _is_tracker(pid)]
+    for pid in set(below) - set(trackers):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + TRACKER_S
+    while any(map(_is_tracker, trackers)) and time.monotonic() < deadline:
+        time.sleep(0.01)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
     for stream in (child.stdin, child.stdout):
         if stream:
             stream.close()
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,13 +1,14 @@
-"""torch's DataLoader as training uses it.
+"""torch's DataLoader as training uses it, and torchdata's StatefulDataLoader in its place.
 
-Every rank is a process with a DataLoader of one or more workers. Each worker opens all sources,
+Every rank is a process with a DataLoader of some workers, or of none. Each worker opens all sources,
 mixes, encodes and packs. ``torch`` sends tensors in the default way, each in its own shared memory.
 ``torch-numpy`` sends numpy arrays through the pipe, which is cheaper for arrays of this size and
-rarely used.
+rarely used. ``stateful`` sends tensors, and keeps its state at every microbatch, as is its default.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,7 +28,8 @@ class Packed(IterableDataset):
         self.corpus, self.work = corpus, work
 
     def __iter__(self) -> Iterator[Microbatch]:
-        worker, of = get_worker_info().id, self.work.workers
+        info = get_worker_info()
+        worker, of = (info.id, info.num_workers) if info else (0, 1)
         reader = replace(
             self.work, rank=self.work.rank * of + worker, processes=self.work.processes * of
         )
@@ -36,21 +38,32 @@ class Packed(IterableDataset):
 
 def prepare(work: Work) -> None:
     torch.set_num_threads(1)
+    loader_class(work)
+
+
+def loader_class(work: Work) -> Any:
+    if work.peer != "stateful":
+        return DataLoader
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchdata.stateful_dataloader import StatefulDataLoader
+    return StatefulDataLoader
 
 
 def microbatches(corpus: Corpus, work: Work) -> Iterator[Any]:
-    options: dict[str, Any] = {"collate_fn": as_they_are} if work.peer == "torch-numpy" else {}
-    # A step of microbatches ahead; batch_size=None since the dataset yields whole microbatches.
-    ahead = max(1, work.microbatches // work.workers)
-    return iter(
-        DataLoader(
-            Packed(corpus, work),
-            batch_size=None,
-            num_workers=work.workers,
-            prefetch_factor=ahead,
-            **options,
-        )
-    )
+    return load(Packed(corpus, work), work, as_arrays=work.peer == "torch-numpy")
+
+
+def load(dataset: Any, work: Work, *, as_arrays: bool = True, **options: Any) -> Iterator[Any]:
+    """Return the microbatches of a dataset, a step of them ahead.
+
+    ``batch_size=None``, since the dataset yields whole microbatches.
+    """
+    if work.workers:
+        options["prefetch_factor"] = max(1, work.microbatches // work.workers)
+    if as_arrays:
+        options["collate_fn"] = as_they_are
+    return iter(loader_class(work)(dataset, batch_size=None, num_workers=work.workers, **options))
 
 
 def as_they_are(microbatch: Microbatch) -> Microbatch:

@@ -24,19 +24,21 @@ class Work:
     rank: int = 0  # of this process, for peers with a process per rank
     processes: int = 1  # that share the cell
     equal: bool = False  # all sources weigh the same
-    workers: int = 1  # of a rank's DataLoader
-    shuffle: bool = False  # of a DataLoader; Overlord's peers have it in their names
+    workers: int = 1  # of a rank; 0: it loads by itself
+    shuffle: bool = False  # of a peer; those of Overlord have it in their names
     hosts: int = 0  # loader hosts of the process runtime, with one thread each; 0: as it chooses
     trainer: bool = True  # ranks import torch, as trainers do
     arenas: int = (
         0  # malloc arenas of the processes that load, as MALLOC_ARENA_MAX says; 0: as they choose
     )
+    python: str = ""  # the interpreter that has the loader; "": the one of this program
     server: int = 0  # pid of the process that loads for all ranks, where the ranks only receive
 
     @property
     def label(self) -> str:
         """The name of the peer in tables."""
-        return f"{self.peer}@{self.arenas}" if self.arenas else self.peer
+        name = f"{self.peer}-shuffled" if self.shuffle else self.peer
+        return f"{name}@{self.arenas}" if self.arenas else name
 
     @property
     def column(self) -> str:

@@ -63,7 +63,12 @@ def figures(**given: Any) -> Figures:
         "n_sources": 5,
     }
     return Figures(
-        **(zero | {"steady_tokens": 10**6, "tokens": 10**6, "steady_wall_s": 1.0} | given)
+        **(
+            zero
+            | {"steady_tokens": 10**6, "tokens": 10**6}
+            | {"steady_wall_s": 1.0, "wall_s": 1.0}
+            | given
+        )
     )
 
 
@@ -225,19 +230,11 @@ def test_the_table_tells_what_clients_hold_of_the_memory() -> None:
         ranks=8,
     )
     setting = throughput.Setting("null", 5, [bare, ours, bare])
-    row = dict(
-        zip(
-            throughput.HEADINGS,
-            throughput.rows_of(setting, ["bare", "overlord-process"])[1],
-            strict=True,
-        )
-    )
+    row = dict(zip(throughput.HEADINGS, throughput.rows_of(setting)[1], strict=True))
     assert row["x bare"] == "1.50"
     assert row["with imports MB (clients)"] == "500 (120)"
     assert row["MB over imports"] == "400", "imports are left out for everyone"
-    assert "8 ranks" in throughput.markdown(
-        [setting], ["bare", "overlord-process"], 1, "2026-01-01"
-    )
+    assert "8 ranks" in throughput.markdown([setting], 1, "2026-01-01", [])
 
 
 def test_overlord_runs_with_every_number_of_arenas_that_was_asked_for_and_with_its_own() -> None:
