@@ -1,12 +1,13 @@
 """Streaming (the maintained fork, streaming-community) over MDS files.
 
-Every source is a stream with its proportion; samples are shuffled with ``py1e``, its default. The
-dataset encodes and packs in the workers of torch's DataLoader. Arrays go through the pipe, the
-cheaper way. An epoch is longer than the run, since between epochs all workers wait for each other.
+Every source is a stream with its proportion. Samples are shuffled with ``py1e``, its default. In
+order they are in stratified batches, since otherwise one stream would follow another. The dataset
+encodes and packs in the workers of torch's DataLoader. Arrays go through the pipe, the cheaper way. An epoch is longer than the run, since between epochs all workers wait for each other.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,9 +55,10 @@ class Packed(StreamingDataset):
         ]
         super().__init__(
             streams=streams,
-            shuffle=True,
+            shuffle=work.shuffle,
             shuffle_seed=work.seed,
-            batch_size=CHUNK_ROWS,
+            batch_size=batch_rows(corpus, work),
+            batching_method="random" if work.shuffle else "stratified",
             num_canonical_nodes=1,
             epoch_size=samples_of(corpus, work),
         )
@@ -65,6 +67,12 @@ class Packed(StreamingDataset):
         column = self.work.column
         rows = ((int(row["source"]), row[column]) for row in super().__iter__())
         return packed_rows(rows, self.corpus, self.work)
+
+
+def batch_rows(corpus: Corpus, work: Work) -> int:
+    """Return the rows of a batch of a rank; one that is stratified has rows of every stream."""
+    fewest = 1.0 / (float(corpus.weights.min()) * work.processes)
+    return CHUNK_ROWS if work.shuffle else max(CHUNK_ROWS, math.ceil(2 * fewest))
 
 
 def samples_of(corpus: Corpus, work: Work) -> int:

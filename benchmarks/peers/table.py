@@ -73,10 +73,7 @@ PEERS = {
             "tqdm==4.70.1",
         ),
         requirements=False,
-        unable={
-            "in order": "without shuffling it reads one stream after another: it mixes streams by "
-            "shuffling, or in batches that hold every stream"
-        },
+        note="in order, batches hold rows of every stream, and those of a stream follow each other",
     ),
     "energon": Peer(
         module="peers.energon_tars",
