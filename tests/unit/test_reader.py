@@ -211,6 +211,19 @@ def test_a_read_goes_on_no_further_than_the_loader_has_a_use_for(
     assert len(outcome[0].windows) == windows
 
 
+def test_a_read_of_several_windows_goes_on_behind_them_if_samples_still_lack(
+    tmp_path: Path,
+) -> None:
+    rows = [{"tokens": [i] * (80 if i % 2 else 9)} for i in range(100)]  # every other is dropped
+    glob = write_rows(tmp_path, "parquet", rows, files=1)
+    reader = reader_of(glob, ov.Tokens("tokens"), slice_rows=8, on_long="drop")
+    ready, contents = reader.read_on(Read(0, 0, 0, 0, (0,), ahead=ReadAhead(16, 2**20)))
+    assert isinstance(ready, WindowsReady)
+    found = [row for _, block in ready.windows for row in block.found.row.tolist()]
+    assert found == list(range(0, 2 * len(found), 2))
+    assert len(found) == sum(map(len, contents)) >= 16
+
+
 def test_a_row_without_ids_ends_what_is_read_on_before_its_window(tmp_path: Path) -> None:
     rows = [{"tokens": [] if i == 20 else [i]} for i in range(30)]
     glob = write_rows(tmp_path, "parquet", rows, files=1)

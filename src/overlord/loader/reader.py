@@ -312,7 +312,7 @@ class SourceReader:
         step = self.chunks.options.slice_rows
         left, nbytes = self._left(command, command.window)
         most = room * left // max(1, nbytes)
-        rows = min(max(lacking, step), most)
+        rows = min(-(-max(lacking, 1) // step) * step, most)
         return max(1, -(-left // step) if left <= min(rows * SPARE, most) else rows // step)
 
     def _is_spare(self, following: Read, rows: int, room: int) -> bool:
