@@ -35,6 +35,7 @@ from overlord.concurrency.event_loop import CommandLoop, EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, PlanError
 from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
+from overlord.messages.batches import Announcements
 from overlord.messages.control import (
     Attach,
     ConnectionLost,
@@ -308,6 +309,8 @@ class Coordinator:
                     lost := self.pool.named(name)
                 ) is not None:
                     self.recovery.missed_by_peer(lost, event)
+                case Announcements():
+                    self.commands.queue.extend(event.split())
                 case Announce() | EndOfJob() | DecodeFailures():
                     self.commands.queue.append(event)
                 case _:

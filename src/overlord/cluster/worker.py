@@ -18,6 +18,7 @@ from typing import Any
 
 from overlord.concurrency.event_loop import CommandLoop
 from overlord.concurrency.platform import Platform
+from overlord.messages.batches import join_announcements
 from overlord.rpc.peers import RpcEndpoint
 
 log = logging.getLogger("overlord")
@@ -59,8 +60,13 @@ class EventQueue:
     The event loop adds them, and the RPC thread requests them.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._lock, self._now = threading.Lock(), now
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        join: Callable[[Sequence[Any]], list[Any]] = list,
+    ) -> None:
+        """``join`` returns the events of an answer as fewer messages."""
+        self._lock, self._now, self._join = threading.Lock(), now, join
         self._queued: list[Any] = []
         self._waiting: Future[list[Any]] | None = None
         self._hurry = False  # an urgent event is queued
@@ -95,7 +101,7 @@ class EventQueue:
                 return None
             waiting, events, self._waiting, self._queued = self._waiting, self._queued, None, []
             self._hurry, self._answered = False, now
-        waiting.set_result(events)
+        waiting.set_result(self._join(events))
         return None
 
 
@@ -109,7 +115,7 @@ class Worker(ABC):
         self.commands = CommandLoop(self._execute, check=self.check if settings.check else None)
         self.name, self._platform = name, settings.machine
         self._platform.prepare(settings.workers, links=links, background=self.BACKGROUND)
-        self._events = EventQueue(self._platform.now)
+        self._events = EventQueue(self._platform.now, join_announcements)
         self._event_loop = self._platform.event_loop(name)
         self._executor = self._platform.executor(settings.workers, self._event_loop)
         self._rpc = RpcEndpoint(
