@@ -42,6 +42,7 @@ from overlord.messages.control import (
     Consumed,
     Detach,
     DropHeldSamples,
+    EncodedState,
     EndOfJob,
     PlannedStep,
     Refill,
@@ -98,7 +99,8 @@ class Coordinator:
         self.planner = prepared.planner(state)
         self._learns = learns(job_schedule(prepared.job))
         self.plans = RecentPlans()
-        self.on_stage: list[Callable[[PlannedStep], None]] = []
+        # called with every planned step and the encoded state after it
+        self.on_stage: list[Callable[[PlannedStep, EncodedState], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         groups = list(prepared.job.place.buckets("DP"))
@@ -423,12 +425,12 @@ class Coordinator:
         step, ends = stage.plan.step, self.planner.finished
         if (ends is not None and step >= ends.step) or (first := self._is_first(stage)) is None:
             return
+        after, acked = encode_state(stage.after), self.history.acked
         # a step that an earlier coordinator planned may not be listed here yet
         if first or not self.plans.of(step):
             self.plans.keep(stage)
             for watcher in self.on_stage:
-                watcher(stage)
-        after, acked = encode_state(stage.after), self.history.acked
+                watcher(stage, after)
         routed = self.router.route(stage, after, self._ranks.served, acked)
         for c, plan in routed.constructor_plans.items():
             self.pool.constructors[c].out.append(plan)

@@ -64,9 +64,14 @@ class EventQueue:
         self,
         now: Callable[[], float] = time.monotonic,
         join: Callable[[Sequence[Any]], list[Any]] = list,
+        quiet_s: float = QUIET_S,
     ) -> None:
-        """``join`` returns the events of an answer as fewer messages."""
+        """``join`` returns the events of an answer as fewer messages.
+
+        ``quiet_s``: the interval at which events are sent that are not urgent.
+        """
         self._lock, self._now, self._join = threading.Lock(), now, join
+        self._quiet_s = quiet_s
         self._queued: list[Any] = []
         self._waiting: Future[list[Any]] | None = None
         self._hurry = False  # an urgent event is queued
@@ -88,14 +93,18 @@ class EventQueue:
         return waiting
 
     def answer(self) -> float | None:
-        """Answer the pending call with all queued events, if one is urgent or QUIET_S have passed.
+        """Answer the pending call with all queued events, if one is urgent or time has passed.
 
         The event loop calls this after every turn. Return the seconds after which it must call
         again; None: after the next turn.
         """
         with self._lock:
             now = self._now()
-            if self._queued and not self._hurry and (left := self._answered + QUIET_S - now) > 0:
+            if (
+                self._queued
+                and not self._hurry
+                and (left := self._answered + self._quiet_s - now) > 0
+            ):
                 return left
             if self._waiting is None or not self._queued:
                 return None

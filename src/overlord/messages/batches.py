@@ -101,11 +101,12 @@ def _signature(announce: Announce) -> tuple[Any, ...] | None:
     found = announce.found
     if found is None or announce.error is not None or found.long is not None or found.bad_reason:
         return None
-    columns = found.meta.values()
-    if not all(type(column) is np.ndarray and column.ndim == 1 for column in columns):
-        return None
-    of_rows = (found.key.dtype, found.file.dtype, found.row.dtype, found.part.dtype)
-    return (*of_rows, *found.meta, *(column.dtype for column in columns))
+    kinds = [found.key.dtype, found.file.dtype, found.row.dtype, found.part.dtype]
+    for column in found.meta.values():
+        if not isinstance(column, np.ndarray) or column.ndim != 1:
+            return None
+        kinds.append(column.dtype)
+    return (*kinds, *found.meta)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
