@@ -7,6 +7,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from statistics import median
 from typing import Any, Protocol
 
 import numpy as np
@@ -186,7 +187,7 @@ class LoadObserver:
                     free_s=readers.free_s(i),
                     processes=readers.n_processes(i),
                     able=readers.available_workers(i),
-                    read_s=float(np.median([r.usual_read_s for r in mine])) if mine else 0.0,
+                    read_s=median(r.usual_read_s for r in mine) if mine else 0.0,
                     slow_read_s=max((r.slow_read_s for r in mine), default=0.0),
                 )
             )
@@ -318,7 +319,8 @@ class Autoscaler:
         self._n_polled = 0
         self._polling = False
         self._free_seconds: list[float] = []  # by source, see ``free_s``
-        self._full: set[int] = set()  # result of ``_full_workers`` at the last poll
+        # living workers that could read more sources at the last poll
+        self._with_room: set[int] = set()
         self._rss: dict[str, int] = {}  # PSS of loader workers; measured if memory is bounded
         self._stop: Callable[[], None] = lambda: None
 
@@ -380,7 +382,7 @@ class Autoscaler:
         }
         living = self._pool.living()
         loaders = [self._pool.loaders[h] for h in list(self._pool.loaders) if h in living]
-        self._full = self._full_workers()
+        self._with_room = living - self._full_workers()
         return self._observer.observe(
             self._platform.now(),
             stats,
@@ -419,7 +421,7 @@ class Autoscaler:
         Each has the code of the source, and read fewer than ``sources_per_host`` at the last poll.
         """
         readers = set(self._placement.workers_of(source))
-        workers = sorted(self._pool.living() - self._full - readers)
+        workers = sorted(self._with_room - readers)
         return tuple(h for h in workers if self._placement.can_open(h, source))
 
     def free_s(self, source: int) -> float:
@@ -428,7 +430,7 @@ class Autoscaler:
         A coordinator does not have the code of added sources. It assumes that
         this code holds the lock, and returns 0.
         """
-        n = len(self._current.planner.spec.names)
+        n = len(self._current.planner.spec.sources)
         if len(self._free_seconds) != n:
             known = [load.free_s for load in loads_of(self._current.prepared)][:n]
             self._free_seconds = known + [0.0] * (n - len(known))

@@ -56,6 +56,7 @@ class ConstructorWorker(Worker):
         self._session = settings.generation
         # Building never waits for a segment: short work runs on the event loop, and only the loop
         # releases segments.
+        slabs = SharedBufferPool(self._pool)
         self._building = ConstructorService(
             [Assembler(b, ranks, settings.build_ahead) for b, ranks in buckets.items()],
             batch=batch,
@@ -64,14 +65,16 @@ class ConstructorWorker(Worker):
             run=self.run,
             cannot=self._events.put,
             hooks=hooks,
-            slabs=SharedBufferPool(self._pool),
+            slabs=slabs,
             broadcast=settings.broadcast,
             images=images,
             spoiled=self._events.put,
             compact=True,
         )
         self._delivery = StepPublisher(
-            on_taken=self._acked, on_reports=lambda queue, sent: self._reports_received(sent)
+            on_taken=self._acked,
+            on_reports=lambda queue, sent: self._reports_received(sent),
+            shared=slabs,
         )
         # acknowledgements, by rank, and reports that the event loop has not handled yet
         self._acks, self._acks_lock = dict[int, int](), threading.Lock()

@@ -35,12 +35,14 @@ from overlord.concurrency.event_loop import CommandLoop, EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, PlanError
 from overlord.journal.write_ahead import NullJournal, WriteAheadGate, lose_source
+from overlord.messages.batches import Announcements
 from overlord.messages.control import (
     Attach,
     ConnectionLost,
     Consumed,
     Detach,
     DropHeldSamples,
+    EncodedState,
     EndOfJob,
     PlannedStep,
     Refill,
@@ -97,7 +99,8 @@ class Coordinator:
         self.planner = prepared.planner(state)
         self._learns = learns(job_schedule(prepared.job))
         self.plans = RecentPlans()
-        self.on_stage: list[Callable[[PlannedStep], None]] = []
+        # called with every planned step and the encoded state after it
+        self.on_stage: list[Callable[[PlannedStep, EncodedState], None]] = []
         self.on_lost: list[Callable[[SourceLost], None]] = []
         self.on_taken: Callable[[int, int], None] = lambda rank, step: None
         groups = list(prepared.job.place.buckets("DP"))
@@ -308,6 +311,8 @@ class Coordinator:
                     lost := self.pool.named(name)
                 ) is not None:
                     self.recovery.missed_by_peer(lost, event)
+                case Announcements():
+                    self.commands.queue.extend(event.split())
                 case Announce() | EndOfJob() | DecodeFailures():
                     self.commands.queue.append(event)
                 case _:
@@ -420,12 +425,12 @@ class Coordinator:
         step, ends = stage.plan.step, self.planner.finished
         if (ends is not None and step >= ends.step) or (first := self._is_first(stage)) is None:
             return
+        after, acked = encode_state(stage.after), self.history.acked
         # a step that an earlier coordinator planned may not be listed here yet
         if first or not self.plans.of(step):
             self.plans.keep(stage)
             for watcher in self.on_stage:
-                watcher(stage)
-        after, acked = encode_state(stage.after), self.history.acked
+                watcher(stage, after)
         routed = self.router.route(stage, after, self._ranks.served, acked)
         for c, plan in routed.constructor_plans.items():
             self.pool.constructors[c].out.append(plan)

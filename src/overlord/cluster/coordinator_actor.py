@@ -30,7 +30,14 @@ from overlord.journal.applied_ids import SESSION
 from overlord.journal.job_journal import JobJournal
 from overlord.journal.replay import Recovered
 from overlord.journal.write_ahead import JournalStart
-from overlord.messages.control import EndOfJob, PlannedStep, Report, SentReport, StreamState
+from overlord.messages.control import (
+    EncodedState,
+    EndOfJob,
+    PlannedStep,
+    Report,
+    SentReport,
+    StreamState,
+)
 from overlord.messages.launcher import (
     CoordinatorFailed,
     EventApplied,
@@ -83,6 +90,11 @@ class Counted:
         return self
 
 
+# Progress that no caller waits for is sent to the launching process at this interval: it concerns
+# every step, and a message wakes both processes.
+PROGRESS_S = 0.1
+
+
 class SessionEvents:
     """Changes of a coordinator that the launching process keeps, since it outlives this process."""
 
@@ -132,7 +144,9 @@ class CoordinatorActor:
         rpc: RpcServer | None = None,
     ):
         config.registered.restore()
-        self._config, self._events = config, events or EventQueue(config.machine.now)
+        config.machine.prepare(1)
+        self._config = config
+        self._events = events or EventQueue(config.machine.now, quiet_s=PROGRESS_S)
         self._event_loop = event_loop or config.machine.event_loop("planner")
         self._rpc = rpc or RpcServer(
             end=lambda name, lease_id, why: self._send(KillProcess(lease_id, name)),
@@ -316,15 +330,17 @@ class CoordinatorActor:
             self._events.put(event)
         return self._events.answer()
 
-    def _planned(self, stage: PlannedStep) -> None:
+    def _planned(self, stage: PlannedStep, encoded: EncodedState) -> None:
         assert isinstance(stage.after, StreamState)
         # for clients in other processes, and for warnings of the session about lost data
-        if self._losses.newly_exceeding(stage.after.counts) or self._watched:
-            self._events.put(StepPlanned(stage.plan.step, stage.after, stage.skipped))
+        losses = self._losses.newly_exceeding(stage.after.counts)
+        if losses or self._watched:
+            after = stage.after if losses else encoded
+            self._events.put(StepPlanned(stage.plan.step, after, stage.skipped), hurry=False)
 
     def _taken(self, rank: int, step: int) -> None:
         if self._watched:
-            self._events.put(StepAcked(rank, step))
+            self._events.put(StepAcked(rank, step), hurry=False)
 
     # requests of the session
 

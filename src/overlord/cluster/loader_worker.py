@@ -21,6 +21,7 @@ from overlord.content import Content, Scattered
 from overlord.errors import ActorLost, DataStall, LinkRefused, PlanError
 from overlord.job.hooks import Hook, ordered_weights, popped_by
 from overlord.loader.service import LoaderService
+from overlord.messages.batches import Refills
 from overlord.messages.control import (
     ConnectConstructor,
     ConnectionLost,
@@ -228,6 +229,9 @@ class LoaderWorker(Worker):
                 if must:  # the draw waits, perhaps for samples that are ready and not announced yet
                     self._events.hurry()
                 self.commands.queue.append(message)
+            case Refills():
+                for refill in message.split():
+                    self._take(refill)
             case DropLoader(loader=number):
                 self._drop(number)
             case ConnectConstructor(constructor=constructor, address=address, token=token):

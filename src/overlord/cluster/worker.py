@@ -18,6 +18,7 @@ from typing import Any
 
 from overlord.concurrency.event_loop import CommandLoop
 from overlord.concurrency.platform import Platform
+from overlord.messages.batches import join_announcements
 from overlord.rpc.peers import RpcEndpoint
 
 log = logging.getLogger("overlord")
@@ -59,8 +60,18 @@ class EventQueue:
     The event loop adds them, and the RPC thread requests them.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._lock, self._now = threading.Lock(), now
+    def __init__(
+        self,
+        now: Callable[[], float] = time.monotonic,
+        join: Callable[[Sequence[Any]], list[Any]] = list,
+        quiet_s: float = QUIET_S,
+    ) -> None:
+        """``join`` returns the events of an answer as fewer messages.
+
+        ``quiet_s``: the interval at which events are sent that are not urgent.
+        """
+        self._lock, self._now, self._join = threading.Lock(), now, join
+        self._quiet_s = quiet_s
         self._queued: list[Any] = []
         self._waiting: Future[list[Any]] | None = None
         self._hurry = False  # an urgent event is queued
@@ -82,20 +93,24 @@ class EventQueue:
         return waiting
 
     def answer(self) -> float | None:
-        """Answer the pending call with all queued events, if one is urgent or QUIET_S have passed.
+        """Answer the pending call with all queued events, if one is urgent or time has passed.
 
         The event loop calls this after every turn. Return the seconds after which it must call
         again; None: after the next turn.
         """
         with self._lock:
             now = self._now()
-            if self._queued and not self._hurry and (left := self._answered + QUIET_S - now) > 0:
+            if (
+                self._queued
+                and not self._hurry
+                and (left := self._answered + self._quiet_s - now) > 0
+            ):
                 return left
             if self._waiting is None or not self._queued:
                 return None
             waiting, events, self._waiting, self._queued = self._waiting, self._queued, None, []
             self._hurry, self._answered = False, now
-        waiting.set_result(events)
+        waiting.set_result(self._join(events))
         return None
 
 
@@ -109,7 +124,7 @@ class Worker(ABC):
         self.commands = CommandLoop(self._execute, check=self.check if settings.check else None)
         self.name, self._platform = name, settings.machine
         self._platform.prepare(settings.workers, links=links, background=self.BACKGROUND)
-        self._events = EventQueue(self._platform.now)
+        self._events = EventQueue(self._platform.now, join_announcements)
         self._event_loop = self._platform.event_loop(name)
         self._executor = self._platform.executor(settings.workers, self._event_loop)
         self._rpc = RpcEndpoint(

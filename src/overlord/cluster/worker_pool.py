@@ -13,6 +13,7 @@ from overlord.cluster.worker_factory import WorkerStarter
 from overlord.concurrency.event_loop import EventLoop
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, OverlordError
+from overlord.messages.batches import join_refills
 from overlord.messages.control import ConnectConstructor, LoaderStart
 from overlord.rpc.actors import ActorHandle, ActorSystem
 
@@ -147,7 +148,7 @@ class WorkerPool:
 
     def _flush(self, worker: WorkerHandle) -> None:
         """Send a worker's messages; if its last events have arrived, request the next ones too."""
-        messages, worker.out = worker.out, []
+        messages, worker.out = join_refills(worker.out), []
         asks, worker.asks = worker.asks, False
         if worker.lost:
             return

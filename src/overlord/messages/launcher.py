@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from overlord.messages.control import EndOfJob, LoaderStart, SourceLost, StreamState
+from overlord.messages.control import EncodedState, EndOfJob, LoaderStart, SourceLost, StreamState
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +108,13 @@ class CoordinatorFailed:
 
 @dataclass(frozen=True, slots=True)
 class StepPlanned:
-    """A step was planned. ``after`` is the state after it, for clients of the session's server."""
+    """A step was planned. ``after`` is the state after it, for clients of the session's server.
+
+    It is a ``StreamState`` if a source began to lose many tokens in this step.
+    """
 
     step: int
-    after: StreamState
+    after: StreamState | EncodedState
     skipped: bool
 
 

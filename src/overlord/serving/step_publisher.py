@@ -37,6 +37,8 @@ log = logging.getLogger("overlord")
 MOVED = "another rank rewound the session to a saved state; load the same state on this rank"
 UNBOUNDED = 2**62
 KEPT_STATES = 16  # encoded states of recent steps, which ranks of several buckets receive
+# Below this, a copy in the message of each rank costs less than a reference.
+SHARED_STATE_BYTES = 2**14
 
 
 def encoded(state: State) -> EncodedState:
@@ -300,7 +302,9 @@ class StepPublisher:
         on_taken: Callable[[int, int], None],
         on_reports: Callable[[PublishedQueue, Sequence[SentReport]], None],
         welcome: Callable[[int], dict[str, Any]] = lambda rank: {},
+        shared: Callable[[int], np.ndarray] | None = None,
     ):
+        """``shared`` allocates memory that clients map, if there is any."""
         # held briefly: ``put`` runs on the event loop, callbacks on the server thread
         self.lock = threading.RLock()
         self._on_taken, self._on_reports, self._welcome = on_taken, on_reports, welcome
@@ -313,6 +317,7 @@ class StepPublisher:
         # the last step and the identities of its buckets: other ranks may receive the same ones
         self._latest: tuple[int, set[int]] = (-1, set())
         self._encoded_infos: dict[int, tuple[State, StepInfo]] = {}
+        self._shared = shared
         self.n_made = 0
 
     def queue(self, rank: int, generation: int | None = None) -> PublishedQueue:
@@ -404,11 +409,21 @@ class StepPublisher:
     def _encoded(self, info: StepInfo) -> StepInfo:
         found = self._encoded_infos.get(info.step)
         if found is None or found[0] is not info.after:
-            found = (info.after, replace(info, after=encoded(info.after)))
+            found = (info.after, replace(info, after=self._shared_state(encoded(info.after))))
             self._encoded_infos[info.step] = found
             while len(self._encoded_infos) > KEPT_STATES:
                 del self._encoded_infos[next(iter(self._encoded_infos))]
         return found[1]
+
+    def _shared_state(self, state: EncodedState) -> EncodedState:
+        """Return a state of many sources in memory that all clients map, not one copy for each."""
+        nbytes = state.data.nbytes
+        if self._shared is None or nbytes < SHARED_STATE_BYTES:
+            return state
+        data = self._shared(nbytes)[:nbytes]
+        data[:] = state.data
+        data.flags.writeable = False
+        return EncodedState(state.step, data)
 
     # callbacks of the server; run on: server thread
 

@@ -26,7 +26,14 @@ from overlord.cluster.status import recovery_rows
 from overlord.concurrency.event_loop import EventLoop
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.journal.write_ahead import UNWRITTEN, JournalStart
-from overlord.messages.control import EndOfJob, PlannedStep, SentReport, SourceLost, StreamState
+from overlord.messages.control import (
+    EncodedState,
+    EndOfJob,
+    PlannedStep,
+    SentReport,
+    SourceLost,
+    StreamState,
+)
 from overlord.messages.launcher import (
     EventApplied,
     JobFailed,
@@ -146,7 +153,7 @@ class PlannedSummary:
     """The fields of a planned step that the server of a session uses."""
 
     plan: StepNumber
-    after: StreamState
+    after: StreamState | EncodedState
     skipped: bool
 
 

@@ -18,7 +18,7 @@ from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.job.job import Job
 from overlord.journal.write_ahead import JournalStart
-from overlord.messages.control import Report, SentReport, StreamState
+from overlord.messages.control import EncodedState, Report, SentReport, StreamState
 from overlord.planning.losses import DataLosses
 from overlord.planning.mixture import EventLog
 from overlord.planning.schedule.base import learns
@@ -128,11 +128,13 @@ class RunningJob:
         self.events.observe(runtime)
         runtime.on_stage.append(lambda stage: self._warn_of_losses(stage.after))
 
-    def _warn_of_losses(self, after: StreamState) -> None:
+    def _warn_of_losses(self, after: State) -> None:
         """Warn once of each source that loses many tokens to ``on_long``, or whose rows are bad.
 
-        A coordinator in another process sends the steps that are needed for this.
+        A coordinator in another process sends decoded states where they are needed for this.
         """
+        if isinstance(after, EncodedState):
+            return
         job = (self.adding or self.generation.prepared).job
         for loss in self._losses.warnings(after.counts, job):
             log.warning("job %r: %s", job.name, loss)

@@ -13,7 +13,7 @@ from typing import Any
 from overlord.client.client import State, StepQueue
 from overlord.client.local_queue import LocalStepQueue
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
-from overlord.messages.control import PlannedStep, SentReport, StreamState
+from overlord.messages.control import EncodedState, PlannedStep, SentReport
 from overlord.serving.control_server import RemoteClient, WorkerServedQueue
 from overlord.serving.session_api import position
 from overlord.serving.session_server import ServedAddress, SessionServer
@@ -84,9 +84,7 @@ class ServedRanks:
         self._running = running
         self._added: set[int] = set()  # ranks that a reshard added
         self._closed: set[int] = set()  # ranks whose clients were closed
-        self._states: dict[
-            int, StreamState
-        ] = {}  # states after steps that some client has not taken
+        self._states: dict[int, State] = {}  # states after steps that some client has not taken
         self._last = -1  # last planned step that is not skipped
         # guards the fields above; no other lock is taken under it. It is notified of each new state
         self._lock = threading.Condition(threading.Lock())
@@ -255,10 +253,11 @@ class ServedRanks:
         A restarted coordinator may send a step that ranks have taken already, if its predecessor
         died before it sent the step.
         """
-        running, step = self._running, stage.plan.step
+        running, step, after = self._running, stage.plan.step, stage.after
+        if isinstance(after, EncodedState):  # its bytes are part of a larger message
+            after = EncodedState(after.step, after.data.copy())
         with running.lock, self._lock:
-            assert isinstance(stage.after, StreamState)
-            self._states[step] = stage.after
+            self._states[step] = after
             self._lock.notify_all()
             if not stage.skipped:
                 self._last = max(step, self._last)
@@ -267,7 +266,7 @@ class ServedRanks:
                 return
             for client in self.remote_clients:
                 if acked.get(client.rank) == step:
-                    client.position = stage.after
+                    client.position = after
 
     def acked(self, rank: int, step: int, queue: PublishedQueue | None = None) -> None:
         running = self._running

@@ -18,7 +18,7 @@ from overlord.checks import did_you_mean
 from overlord.documents import SampleDocuments
 from overlord.errors import FrameError
 from overlord.mesh import Batch, ClientPlaceTree
-from overlord.messages import control, data, launcher
+from overlord.messages import batches, control, data, launcher
 from overlord.messages.control import EncodedState, StreamState
 from overlord.plan.plan import Assignment, LoadingPlan
 from overlord.plan.tasks import PlanTasks, TaskRules, TaskTable
@@ -456,7 +456,7 @@ __all__ = ["decode", "encode", "register"]
 _VALUES: tuple[type, ...] = (SampleId, Batch, Buffer, ClientPlaceTree, Assignment, LoadingPlan)
 for _cls in (*_VALUES, PlanTasks, TaskRules, TaskTable, SampleDocuments):
     register(_cls)
-for _module in (control, data, launcher):
+for _module in (control, data, batches, launcher):
     for _cls in vars(_module).values():
         if isinstance(_cls, type) and _cls.__module__ == _module.__name__:
             register(_cls)

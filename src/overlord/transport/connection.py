@@ -240,6 +240,8 @@ class SocketConnection:
             raise self._mark_lost(f"sending failed: {e.strerror or e}") from e
 
     def flush(self) -> None:
+        if not self._encoder.has_notices and not len(self._send_buffer):
+            return  # as almost always: callers flush after each turn of their loop
         with self._lock:
             if self._lost is None:
                 for message in self._encoder.forget_notices():

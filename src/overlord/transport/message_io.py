@@ -256,6 +256,11 @@ class MessageEncoder:
             return [*out, OutgoingMessage(FRAME, frame.pack(encoded.header, encoded.columns))]
         return [*out, self._by_reference(encoded, flags)]
 
+    @property
+    def has_notices(self) -> bool:
+        """Whether segments were removed that the peer has not been told of."""
+        return self._lease is not None and len(self._lease.forgets) > 0
+
     def forget_notices(self) -> list[OutgoingMessage]:
         """Return the notice that lists removed segments, so that the peer unmaps them.
 
