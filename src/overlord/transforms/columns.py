@@ -576,6 +576,13 @@ class RowFrame:
     def drop_all(self, reason: str) -> None:
         self.drop(dict.fromkeys(range(self.table.num_rows), reason))
 
+    def drop_unfit(self, name: str, check: Check, reason_of: Callable[[str], str]) -> None:
+        """Drop the rows of which a column cannot be read. Raises Unfit if no row can be read."""
+        bad, retype = unfit_rows(self.table, name, check)
+        self.drop({i: reason_of(reason) for i, reason in bad.items()})
+        if retype:
+            self.table = retyped(self.table, name)
+
     def keep(self, mask: np.ndarray) -> None:
         if not mask.all():
             self.take(np.flatnonzero(mask))
