@@ -26,8 +26,8 @@ from overlord.constructor.compact import (
 from overlord.constructor.pack import build_arrays, documents, new_buffer
 from overlord.constructor.payload_views import build_views
 from overlord.constructor.rank_views import of_stage
+from overlord.content import RaggedParts
 from overlord.plan.view import View
-from overlord.ragged_spans import RaggedParts
 from overlord.sample import Ragged
 from tests.properties.test_pack import steps
 

@@ -32,7 +32,6 @@ VALUES = (
     "late_binding",
     "mesh",
     "mesh_text",
-    "ragged_spans",
     "ring",
     "sample",
     "token_parts",

@@ -25,8 +25,8 @@ from overlord.constructor.pack import (
     numbers,
     with_document_arrays,
 )
+from overlord.content import RaggedParts
 from overlord.mesh import Batch
-from overlord.ragged_spans import RaggedParts
 from overlord.sample import Ragged, ranges
 
 NONE = np.zeros(0, np.int64)

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from overlord.ragged_spans import RaggedSpans
+from overlord.content import RaggedSpans
 from overlord.sample import Column, Ragged, join_rows, take_rows
 from overlord.sources.tables import arrow_of, column_of, groups, is_mixed, numpy_of
 

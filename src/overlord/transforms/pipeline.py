@@ -20,10 +20,10 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 
+from overlord.content import RaggedSpans, spans_of
 from overlord.documents import LENGTHS, PROMPTS
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
-from overlord.ragged_spans import RaggedSpans, spans_of
 from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged
 from overlord.sources.tables import arrow_of, is_mixed
 from overlord.transforms.base import (
