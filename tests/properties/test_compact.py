@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from overlord.buffer_pool import BufferPool
 from overlord.constructor import compact as module
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.compact import (
     IDS,
@@ -23,7 +22,7 @@ from overlord.constructor.compact import (
     layout_of,
     smallest_id_type,
 )
-from overlord.constructor.pack import build_arrays, documents, new_buffer
+from overlord.constructor.pack import BatchArrays, build_arrays, documents, new_buffer
 from overlord.constructor.payload_views import build_views
 from overlord.constructor.rank_views import of_stage
 from overlord.content import RaggedParts

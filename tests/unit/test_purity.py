@@ -42,7 +42,6 @@ CORES = (
     "loader.samples",
     "constructor.assembler",
     "constructor.compact",
-    "constructor.batch_arrays",
     "constructor.pack",
     "constructor.payload_views",
     "constructor.pieces",

@@ -22,8 +22,8 @@ import numpy as np
 from overlord.buffer_pool import BufferPool
 from overlord.client.control_client import CONTROL_SERVER, reason_of
 from overlord.client.sent_reports import ReportSender
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
+from overlord.constructor.pack import BatchArrays
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
 from overlord.messages.control import EncodedState, Report, SentReport
 from overlord.messages.data import EndOfStream, StepAck, StepInfo, StepMessage

@@ -14,10 +14,10 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.pack import (
     IGNORE,
     TOKEN_BYTES,
+    BatchArrays,
     Documents,
     Layout,
     allocate_arrays,
