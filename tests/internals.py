@@ -206,11 +206,6 @@ def stop_heartbeats_by(heartbeat: Any, clock: Any) -> None:
     heartbeat._stop = clock
 
 
-def losses_of(recovery: Any) -> Any:
-    """Return the losses that a recovery manager has not yet repaired."""
-    return recovery._losses
-
-
 # clients
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from overlord.buffer_pool import BufferPool
 from overlord.constructor import compact as module
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.compact import (
     IDS,
@@ -23,11 +22,11 @@ from overlord.constructor.compact import (
     layout_of,
     smallest_id_type,
 )
-from overlord.constructor.pack import build_arrays, documents, new_buffer
+from overlord.constructor.pack import BatchArrays, build_arrays, documents, new_buffer
 from overlord.constructor.payload_views import build_views
 from overlord.constructor.rank_views import of_stage
+from overlord.content import RaggedParts
 from overlord.plan.view import View
-from overlord.ragged_spans import RaggedParts
 from overlord.sample import Ragged
 from tests.properties.test_pack import steps
 

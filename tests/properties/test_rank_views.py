@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.pack import build_arrays, build_slices, new_buffer
+from overlord.constructor.pack import BatchArrays, build_arrays, new_buffer
 from overlord.constructor.rank_views import PER_TOKEN, join, narrow, slice_arrays, slice_index
+from overlord.constructor.runs import build_slices
 from overlord.mesh import AXES, BROADCASTS, BUCKET_AXES, Batch, ClientPlaceTree
 from overlord.plan.view import FIRST, LAST, SPLITS, View, view_of, views_of
 

@@ -22,8 +22,8 @@ from overlord.errors import PlanError
 from overlord.messages.control import EncodedState, PlannedStep
 from overlord.messages.data import StepInfo
 from overlord.planning.images import Encodings, check_images
+from overlord.planning.step import valid_tokens
 from overlord.planning.strategies import hdp, vlm
-from overlord.planning.valid_tokens import valid_tokens
 from overlord.sample import Ragged
 from overlord.token_parts import token_parts
 from overlord.transforms.image_items import READY, Prefix

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from overlord.content import Content
-from overlord.ragged_spans import RaggedParts, RaggedSpans, spans_of
+from overlord.content import Content, RaggedParts, RaggedSpans, spans_of
 from overlord.sample import Ragged
 from overlord.sources.tables import rows_of
 from overlord.transforms.base import Block, Tokens

@@ -11,7 +11,6 @@ from overlord.cluster.coordinator_actor import SessionEvents
 from overlord.cluster.recovery import KEPT_RECOVERIES, RecoveryManager
 from overlord.cluster.supervisor import Loss
 from overlord.messages.launcher import PlacementChanged, WorkerRecovered
-from tests.internals import losses_of
 
 
 def recovering() -> RecoveryManager:
@@ -32,7 +31,7 @@ def coordinator(recovery: RecoveryManager) -> Any:
 
 
 def lose(recovery: RecoveryManager, name: str) -> None:
-    losses_of(recovery)[name] = (3, Loss(worker=name, reason="killed", since=1.0))
+    recovery.losses[name] = (3, Loss(worker=name, reason="killed", since=1.0))
     recovery.planned(5, 6)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from overlord.cluster import startup_watchdog
-from overlord.cluster.startup_watchdog import StartupWatchdog
+from overlord.cluster import launched_workers
+from overlord.cluster.launched_workers import StartupWatchdog
 from overlord.cluster.supervisor import TICKS
 from overlord.rpc.actors import ActorHandle, ActorRecord
 
@@ -24,7 +24,7 @@ class Control:
 
 @pytest.fixture
 def watchdog(monkeypatch: pytest.MonkeyPatch) -> StartupWatchdog:
-    monkeypatch.setattr(startup_watchdog, "is_stopped", lambda pid: pid == 7)
+    monkeypatch.setattr(launched_workers, "is_stopped", lambda pid: pid == 7)
     return StartupWatchdog(Control(), 2.0)  # type: ignore[arg-type]
 
 

@@ -48,7 +48,8 @@ class LocalStepQueue:
 
     def ack(self, step: int) -> None:
         """Drop old reports. The session counts the steps of clients in this process."""
-        self._sender.drop_passed(step)
+        if self._sender.used:
+            self._sender.drop_passed(step)
 
     def report(self, report: Report, in_time: bool) -> None:
         self._on_report(self._sender.add(report, in_time))

@@ -22,8 +22,8 @@ import numpy as np
 from overlord.buffer_pool import BufferPool
 from overlord.client.control_client import CONTROL_SERVER, reason_of
 from overlord.client.sent_reports import ReportSender
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
+from overlord.constructor.pack import BatchArrays
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
 from overlord.messages.control import EncodedState, Report, SentReport
 from overlord.messages.data import EndOfStream, StepAck, StepInfo, StepMessage
@@ -211,7 +211,8 @@ class RemoteStepQueue:
     def ack(self, step: int) -> None:
         """Send an ack of the step; without a connection it is sent on reconnection."""
         self.taken = step
-        self._sender.drop_passed(step)
+        if self._sender.used:
+            self._sender.drop_passed(step)
         self._send_ack(step)
 
     def report(self, report: Report, in_time: bool) -> None:
@@ -233,7 +234,7 @@ class RemoteStepQueue:
                 return
             if link is not self._acked_link:
                 self._acked_link, self._last_sent = link, 0
-            reports = self._sender.kept(self._last_sent)
+            reports = self._sender.kept(self._last_sent) if self._sender.used else ()
             if step < 0 and not reports:
                 return
             # a rank that took no step of this generation reports on steps before it

@@ -64,17 +64,20 @@ class KeptReports:
 class ReportSender:
     """The reports of a client: numbered, and kept until plans and states no longer need them.
 
-    ``client`` distinguishes the clients that a rank has one after the other. Runs on: any thread.
+    ``client`` distinguishes the clients that a rank has one after the other. ``used`` is whether a
+    report was added, so that a client of a job without reports asks for none. Runs on: any thread.
     """
 
     def __init__(self, lag: int, client: int = 0):
         self._lock = threading.Lock()
         self._number, self._kept = client << 32, KeptReports(lag)
+        self.used = False
 
     def add(self, report: Report, in_time: bool) -> SentReport:
         """Number a report, and keep it."""
         with self._lock:
             self._number += 1
+            self.used = True
             sent = SentReport(self._number, report, in_time)
             self._kept.add(sent)
             return sent

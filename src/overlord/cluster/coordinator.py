@@ -131,6 +131,7 @@ class Coordinator:
             end_job=self._end_with,
             end_at=lambda end: self.run([end]),
             duty_of=lambda name: self.status.duty_of(name, self.history.acked),
+            acked=lambda: self.history.acked,
         )
         generation = self._first_generation = incarnation.number * GENERATIONS_PER_COORDINATOR
         self.recovery = RecoveryManager(
@@ -396,7 +397,8 @@ class Coordinator:
             case Consumed() as taken:
                 self.commands.queue.extend(self.planner.handle(taken))
                 self._progress()
-                self.rebalancer.acked()
+                if self.rebalancer.retiring:
+                    self.rebalancer.acked()
             case PlannedStep() as stage:
                 self._publish(stage)
             case EndOfJob() as finish:
@@ -416,8 +418,8 @@ class Coordinator:
 
     def _progress(self) -> None:
         taken = self.planner.taken
-        if taken is not None and self.history.taken(taken):
-            self.recovery.acked(self.history.acked)
+        if taken is not None:
+            self.history.taken(taken)
 
     def _publish(self, stage: PlannedStep) -> None:
         """Send a planned step to its workers, unless the job ends before it."""
@@ -436,7 +438,8 @@ class Coordinator:
             self.pool.constructors[c].out.append(plan)
         for h, loader_plan in routed.loader_plans.items():
             self.pool.send(h, loader_plan)
-        self.recovery.planned(step, self.planner.floor)
+        if self.recovery.losses:
+            self.recovery.planned(step, self.planner.floor)
 
     def _is_first(self, stage: PlannedStep) -> bool | None:
         """Return whether a step is new; None if it differs from its first plan: the job ends."""

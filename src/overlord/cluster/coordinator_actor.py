@@ -52,7 +52,7 @@ from overlord.messages.launcher import (
 )
 from overlord.planning.losses import DataLosses
 from overlord.planning.mixture import lost_sources
-from overlord.planning.spec import Mixed, NewSource, Quarantined, SourceSpec
+from overlord.planning.spec import Mixed, NewSource, Quarantined, SourceSpec, has_losses
 from overlord.process.resources import pss_bytes
 from overlord.rpc.actors import ActorHandle
 from overlord.rpc.peers import RpcServer
@@ -333,9 +333,10 @@ class CoordinatorActor:
     def _planned(self, stage: PlannedStep, encoded: EncodedState) -> None:
         assert isinstance(stage.after, StreamState)
         # for clients in other processes, and for warnings of the session about lost data
-        losses = self._losses.newly_exceeding(stage.after.counts)
-        if losses or self._watched:
-            after = stage.after if losses else encoded
+        counts = stage.after.counts
+        lost = has_losses(counts) and self._losses.newly_exceeding(counts)
+        if lost or self._watched:
+            after = stage.after if lost else encoded
             self._events.put(StepPlanned(stage.plan.step, after, stage.skipped), hurry=False)
 
     def _taken(self, rank: int, step: int) -> None:

@@ -75,17 +75,16 @@ class PlanHistory:
         before = {(r.step, r.rank): r for r in self._states[self.acked].reports}
         return [*(before | {(r.step, r.rank): r for r in self._log.reports()}).values()]
 
-    def taken(self, step: int) -> bool:
-        """Record that all ranks took the steps up to this one; return whether ``acked`` grew."""
+    def taken(self, step: int) -> None:
+        """Record that all ranks took the steps up to this one."""
         step_acked = max((s for s in self._states if s <= step), default=self.acked)
         if step_acked <= self.acked:
-            return False
+            return
         self.acked = step_acked
         self._states = {s: state for s, state in self._states.items() if s >= step_acked}
         self._digests = {
             s: digest for s, digest in self._digests.items() if s > min(step_acked, self._next - 1)
         }
-        return True
 
     def rollback(self, names: Sequence[str]) -> StreamState:
         """Return the state after the last acknowledged step, with all events since its plan.

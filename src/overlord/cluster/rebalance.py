@@ -77,7 +77,7 @@ class Rebalancer:
         self._migration: Migration | None = None
         self._next_number = first
         # worker without loaders -> the last step for which it may have sent samples
-        self._retiring: dict[int, int] = {}
+        self.retiring: dict[int, int] = {}
 
     @property
     def changing(self) -> bool:
@@ -427,16 +427,16 @@ class Rebalancer:
     def retire_idle(self, workers: Iterable[int]) -> None:
         """End those workers that read no loader, once all ranks took the steps planned so far."""
         busy, step = self._placement.busy(), self._current.planner.next_step - 1
-        self._retiring |= {h: step for h in workers if h not in busy and h in self._pool.loaders}
+        self.retiring |= {h: step for h in workers if h not in busy and h in self._pool.loaders}
 
     def acked(self) -> None:
         """End retiring workers whose steps every rank has acknowledged."""
-        if not self._retiring or self._migration is not None:
+        if self._migration is not None:
             return
         living, busy = self._pool.living(), self._placement.busy()
-        for h, step in list(self._retiring.items()):
+        for h, step in list(self.retiring.items()):
             if h in busy or h not in self._pool.loaders:
-                del self._retiring[h]
+                del self.retiring[h]
             elif h in living and self._history.acked >= step and not self._placement.loaders_on(h):
                 self._retire(h)
 
@@ -444,7 +444,7 @@ class Rebalancer:
         worker = self._pool.loaders.pop(h)
         worker.lost = "not needed"
         self._placement.sources_of.pop(h, None)
-        del self._retiring[h]
+        del self.retiring[h]
         self._recovery.retired(worker)
         log.info("%s retired: it reads no source", worker.name)
         if h in self._standby.workers():

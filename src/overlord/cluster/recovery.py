@@ -23,7 +23,6 @@ from overlord.cluster.supervisor import (
     KillWorker,
     Loss,
     Needed,
-    Progress,
     Retired,
     StandbyReady,
     StartRollback,
@@ -53,7 +52,8 @@ class RecoveryActions:
     ``roll_back(reason)`` is called once all lost workers are restarted, ``use_as_standby(name)``
     when a worker is restarted that its standbys have replaced. ``end_job(error)`` is called when a
     worker is not restarted any more; ``duty_of(name)`` describes its task. ``end_at(end)`` ends the
-    job at a step that a worker reported.
+    job at a step that a worker reported. ``acked`` returns the last step that every rank
+    acknowledged.
     """
 
     roll_back: Callable[[str], None]
@@ -61,6 +61,7 @@ class RecoveryActions:
     end_job: Callable[[ActorLost], None]
     end_at: Callable[[EndOfJob], None]
     duty_of: Callable[[str], str]
+    acked: Callable[[], int]
 
 
 class RecoveryManager:
@@ -90,8 +91,8 @@ class RecoveryManager:
         self.recoveries: list[WorkerRecovered] = []  # the last KEPT_RECOVERIES
         self.n_recovered = 0  # recoveries since the start
         self._lost_at: dict[str, float] = {}
-        # lost worker -> the step of its rollback, and the loss
-        self._losses: dict[str, tuple[int, Loss]] = {}
+        # lost worker -> the step of its rollback, and the loss, until all steps are planned again
+        self.losses: dict[str, tuple[int, Loss]] = {}
         self._ticking = False
         self._stop: Callable[[], None] = lambda: None
 
@@ -140,16 +141,13 @@ class RecoveryManager:
         """Stop supervising a worker that is not needed any more."""
         self._supervisor.handle(Retired(worker.name), self._now())
 
-    def acked(self, step: int) -> None:
-        """Record that every rank acknowledged the steps up to this one."""
-        self._supervisor.handle(Progress(step), self._now())
-
     def started(self, worker: WorkerHandle) -> None:
         """Record that a restarted worker is ready."""
         self._handle(WorkerReady(worker.name, worker.incarnation), self._now())
 
     def start_failed(self, name: str, incarnation: int, reason: str) -> None:
-        self._handle(WorkerDied(name, incarnation, reason), self._now())
+        died = WorkerDied(name, incarnation, reason, acked=self._actions.acked())
+        self._handle(died, self._now())
 
     def lost(self, worker: WorkerHandle, reason: str) -> None:
         """Restart a lost worker; the rollback waits for it unless standbys cover its loaders.
@@ -168,7 +166,7 @@ class RecoveryManager:
             if h not in covered:
                 self._handle(Needed(f"loader-worker/{h}"), now)
         spare = any(w is worker and h in covered for h, w in gone.items())
-        died = WorkerDied(name, worker.incarnation, reason, spare)
+        died = WorkerDied(name, worker.incarnation, reason, spare, self._actions.acked())
         commands = self._supervisor.handle(died, now)
         restarts = "; restarting it, trainers continue with prefetched steps"
         log.warning("%s lost: %s%s", name, reason, restarts if self.given_up is None else "")
@@ -260,13 +258,13 @@ class RecoveryManager:
         """Record the step of a rollback for all losses that it recovers."""
         for loss in self._supervisor.take_recovered():
             # a worker that was lost twice counts from its first loss
-            self._losses.setdefault(loss.worker, (step, loss))
+            self.losses.setdefault(loss.worker, (step, loss))
 
     def planned(self, step: int, floor: int) -> None:
         """Report losses as recovered once all steps below ``floor`` are planned again."""
-        if not self._losses or step < floor - 1:
+        if not self.losses or step < floor - 1:
             return
-        losses, self._losses, now = self._losses, {}, self._now()
+        losses, self.losses, now = self.losses, {}, self._now()
         for rolled_back_to, loss in losses.values():
             log.warning(
                 "%s %s after %.2f s: %s, no sample was lost",

@@ -41,6 +41,7 @@ class WorkerDied:
     incarnation: int
     reason: str
     spare: bool = False  # standbys cover all its loaders: the rollback does not wait for it
+    acked: int = -1  # every rank has acknowledged the steps up to this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,6 @@ class Retired:
 @dataclass(frozen=True, slots=True)
 class Tick:
     """A quarter of ``lost_after_s`` has passed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Every rank has acknowledged the steps up to this one."""
-
-    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +114,7 @@ class GiveUp:
     error: ActorLost
 
 
-Event = (
-    WorkerReady
-    | Heartbeat
-    | WorkerDied
-    | Needed
-    | Unreachable
-    | Retired
-    | Tick
-    | Progress
-    | Closing
-)
+Event = WorkerReady | Heartbeat | WorkerDied | Needed | Unreachable | Retired | Tick | Closing
 Command = StartWorker | KillWorker | StartRollback | StandbyReady | GiveUp
 
 UP, DYING, DEAD, STARTING = "up", "to be killed", "dead", "being started"
@@ -144,6 +128,7 @@ class _WorkerState:
     answered_at: float  # time of the last answer
     ticks: int = 0  # number of ticks since the last answer
     restarts: int = 0  # number of losses since every rank last acknowledged a step
+    acked: int = -1  # the last acknowledged step at its last loss
     reason: str = ""  # of its last loss
     since: float = 0.0  # time at which it was last alive
     spare: bool = False  # standbys cover all its loaders
@@ -185,7 +170,6 @@ class Supervisor:
         self._lost_after_s, self._max_restarts = lost_after_s, max_restarts
         self._workers: dict[str, _WorkerState] = {}
         self._recovered: dict[str, Loss] = {}  # losses that the next rollback recovers
-        self._acked = -1
         self._over = False
         self.given_up: ActorLost | None = None
 
@@ -197,11 +181,11 @@ class Supervisor:
                 return self._is_up(event, now)
             case Heartbeat(name=name, incarnation=incarnation):
                 return self._answered(name, incarnation, now)
-            case WorkerDied(name=name, incarnation=incarnation, reason=reason, spare=spare):
+            case WorkerDied(name=name, incarnation=incarnation):
                 worker = self._workers.get(name)
                 if worker is None or worker.incarnation != incarnation or worker.state == DEAD:
                     return []
-                return self._died(worker, reason, spare, now)
+                return self._died(worker, event, now)
             case Needed(name=name):
                 if name in self._workers:
                     self._workers[name].spare = False
@@ -221,12 +205,6 @@ class Supervisor:
                     for worker in list(self._workers.values())
                     for command in self._check_silence(worker, now)
                 ]
-            case Progress(step=step):
-                if step > self._acked:
-                    self._acked = step
-                    for worker in self._workers.values():
-                        worker.restarts = 0
-                return []
             case Closing():
                 self._over = True
                 return []
@@ -288,13 +266,15 @@ class Supervisor:
         worker.state, worker.reason = DYING, reason
         return [KillWorker(worker.name, worker.incarnation, reason)]
 
-    def _died(self, worker: _WorkerState, reason: str, spare: bool, now: float) -> list[Command]:
+    def _died(self, worker: _WorkerState, died: WorkerDied, now: float) -> list[Command]:
         if worker.state != STARTING:
             worker.since = worker.answered_at if worker.state == DYING else now
         if worker.state != DYING:
-            worker.reason = reason
+            worker.reason = died.reason
         failed = worker.state == STARTING
         worker.state = DEAD
+        if died.acked > worker.acked:
+            worker.restarts, worker.acked = 0, died.acked
         # A start that failed because the worker it connects to is lost does not count as a restart.
         if not (
             failed and any(p.state != UP and p.kind < worker.kind for p in self._workers.values())
@@ -303,7 +283,7 @@ class Supervisor:
         if worker.restarts > self._max_restarts:
             self._over, self.given_up = True, ActorLost(worker.name, worker.reason)
             return [GiveUp(self.given_up)]
-        if spare and not failed:
+        if died.spare and not failed:
             worker.spare = True
             self._recovered.setdefault(
                 worker.name,

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.pack import (
     BLOCK,
     IGNORE,
     NEXT_IDS,
     SLICE_FROM,
+    BatchArrays,
     documents,
     new_buffer,
     numbers,

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from overlord.constructor.batch_arrays import BatchArrays
-from overlord.constructor.pack import IGNORE
+from overlord.constructor.pack import IGNORE, BatchArrays
 from overlord.plan.plan import Assignment
 from overlord.plan.view import View
 from overlord.sample import ranges

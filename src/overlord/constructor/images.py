@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.exclusions import whole_documents
+from overlord.constructor.pack import BatchArrays
 from overlord.errors import DataStall, OverlordError, PlanError
 from overlord.messages.control import EncoderPlan
 from overlord.messages.data import DecodeFailures

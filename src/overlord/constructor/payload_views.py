@@ -14,10 +14,10 @@ from itertools import chain, pairwise
 
 import numpy as np
 
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.pack import (
     IGNORE,
     TOKEN_BYTES,
+    BatchArrays,
     Documents,
     Layout,
     allocate_arrays,
@@ -25,8 +25,8 @@ from overlord.constructor.pack import (
     numbers,
     with_document_arrays,
 )
+from overlord.content import RaggedParts
 from overlord.mesh import Batch
-from overlord.ragged_spans import RaggedParts
 from overlord.sample import Ragged, ranges
 
 NONE = np.zeros(0, np.int64)

@@ -24,14 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 from overlord import ring
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.pack import (
+    BatchArrays,
     Documents,
     documents,
     new_buffer,
-    run_arrays,
     with_document_arrays,
 )
+from overlord.constructor.runs import run_arrays
 from overlord.mesh import Batch
 from overlord.plan.pieces import RankTasks, tasks_of_ranks
 from overlord.plan.plan import LoadingPlan

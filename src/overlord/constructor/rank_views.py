@@ -9,7 +9,7 @@
 In the padded layout the sequence dimension is sliced, row by row. There a row is a document, and
 both zigzags are equal.
 
-A constructor never slices whole microbatches: it builds slices directly (``pack.build_slices``),
+A constructor never slices whole microbatches: it builds slices directly (``runs.build_slices``),
 from the runs that ``pieces`` lists. Slicing whole microbatches costs 3 to 40 ns per token. Building
 slices costs 0.4 to 6 ns per token more than building the whole.
 """
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from overlord.constructor.batch_arrays import BatchArrays
+from overlord.constructor.pack import BatchArrays
 from overlord.constructor.runs import cp_runs
 from overlord.plan.view import View
 from overlord.sample import ranges

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from overlord.constructor.batch_arrays import BatchArrays
+from overlord.constructor.pack import BatchArrays
 from overlord.documents import SampleDocuments
 
 GROUP_IDS, ROLES = "group_ids", "roles"

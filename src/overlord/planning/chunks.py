@@ -24,9 +24,9 @@ from overlord.planning.step import (
     check_plan,
     check_samples,
     gather,
+    valid_tokens,
 )
 from overlord.planning.stream import SourceStream
-from overlord.planning.valid_tokens import valid_tokens
 from overlord.sample import LOSS_WEIGHTS, Buffer
 
 

@@ -25,10 +25,10 @@ from overlord.planning.step import (
     StepContext,
     check_plan,
     gather,
+    valid_tokens,
     with_documents,
 )
 from overlord.planning.stream import SourceStream, StreamPiece, step_meta
-from overlord.planning.valid_tokens import valid_tokens
 from overlord.sample import LOSS_WEIGHTS, take_rows
 
 TAKEN = -1

@@ -226,6 +226,13 @@ COUNTS = ("samples", "tokens", "quarantined", "dropped", "long", "lost_tokens")
 
 # counts of dropped rows, long documents and lost tokens; streams add to them as the draw advances
 PASSED = ("dropped", "long", "lost_tokens")
+# counts of data that a job leaves out without being asked to
+LOST = ("quarantined", "lost_tokens")
+
+
+def has_losses(counts: Mapping[str, np.ndarray]) -> bool:
+    """Return whether running counts (``StreamState.counts``) have lost data of any source."""
+    return any(name in counts and bool(counts[name].any()) for name in LOST)
 
 
 class Ledger:

@@ -1,30 +1,142 @@
 """The inside of an actor's process: it connects to its launching process and executes its calls.
 
-Whatever starts the process passes it a ``LaunchSpec``: an address, a token and a lease id. All
-calls and replies use the one connection that the process opens with them.
+``ActorServer`` executes calls, of whichever connection. Whatever starts the process passes it a
+``LaunchSpec``: an address, a token and a lease id. All calls and replies of the launching process
+use the one connection that the process opens with them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import threading
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from overlord.errors import ActorLost, FrameError
+from overlord.errors import ActorLost, FrameError, OverlordError
 from overlord.process.code import build_code
 from overlord.process.exit import exit_now
-from overlord.rpc.actors import CONTROL, ActorServer, exit_code
+from overlord.rpc.actors import CONTROL, NO_REPLY, encode_message
 from overlord.rpc.timeouts import TIMEOUTS
+from overlord.transport.codec import decode, encode
 from overlord.transport.connection import TIMEOUT, SocketConnection, open_connection
+
+log = logging.getLogger("overlord")
 
 HANGUP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 Call = tuple[int, bytes, list[np.ndarray]]
+Reply = Callable[[int, bytes, list[np.ndarray]], None]
+
+
+class ActorServer:
+    """The executor of encoded calls (method, arguments) of one actor.
+
+    Replies are encoded too: (success, value or error).
+    """
+
+    def __init__(self, name: str, reply: Reply):
+        self.name, self._reply, self._actor = name, reply, None
+
+    def build(self, make: Callable[[], Any]) -> bool:
+        """Build the actor; if that fails, reply with the exception and return False."""
+        try:
+            self._actor = make()
+        except Exception as e:
+            self._respond(CONTROL, "its factory", False, e)
+            return False
+        return True
+
+    def perform(self, number: int, header: Any, columns: list[np.ndarray]) -> None:
+        """Execute one call, and reply with the result or the exception of the method.
+
+        If the method returns a future, the reply is sent later from another thread. A
+        ``SystemExit`` of the method is raised here instead.
+        """
+        method = "a call"
+        try:
+            method, args = decode(header, columns)
+            value = self._find(method)(*args)
+        except SystemExit:  # as in any program, this ends the actor and is not a reply
+            raise
+        except BaseException as e:
+            self._respond(number, method, False, e)
+            return
+        if isinstance(value, Future):
+            value.add_done_callback(lambda future: self._reply_later(number, method, future))
+        else:
+            self._respond(number, method, True, value)
+
+    def close(self) -> None:
+        """Call ``close()`` of the actor if it has one; reply with its exception, if any."""
+        close = getattr(self._actor, "close", None)
+        if callable(close):
+            try:
+                close()
+            except Exception as e:
+                self._respond(CONTROL, "close", False, e)
+
+    def _find(self, method: str) -> Callable[..., Any]:
+        found = None if method.startswith("_") else getattr(self._actor, method, None)
+        if callable(found):
+            return found
+        known = [
+            n
+            for n in dir(self._actor)
+            if not n.startswith("_") and callable(getattr(type(self._actor), n, None))
+        ]
+        raise AttributeError(
+            f"actor {self.name!r}: expected one of its public methods "
+            f"({', '.join(known) or 'none'}), got {method!r}"
+        )
+
+    def _reply_later(self, number: int, method: str, future: Future[Any]) -> None:
+        try:
+            value = future.result()
+        except BaseException as e:
+            self._respond(number, method, False, e)
+        else:
+            self._respond(number, method, True, value)
+
+    def _respond(self, number: int, method: str, ok: bool, value: Any) -> None:
+        if not ok:
+            self._add_location(method, value)
+        if number == NO_REPLY:
+            if not ok:
+                log.error(
+                    "call of %s of actor %s failed, and no caller waits for the result: %s",
+                    method,
+                    self.name,
+                    value,
+                    exc_info=value,
+                )
+            return
+        try:
+            self._reply(number, *encode_message((ok, value)))
+        except FrameError as e:
+            where = f"result of {method!r} of actor {self.name!r}{e.where.removeprefix('value[1]')}"
+            self._reply(number, *encode((False, FrameError(e.problem, where, e.remedy))))
+
+    def _add_location(self, method: str, error: BaseException) -> None:
+        """Add actor and method to an error as a note, with the stack unless it is an OverlordError.
+
+        The stack does not reach the caller otherwise.
+        """
+        where = f"in actor {self.name!r}, {method}"
+        if not isinstance(error, OverlordError):
+            where += ":\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip()
+        error.add_note(where)
+
+
+def exit_code(error: SystemExit) -> int:
+    """Return the exit code of a program that ends with this exception."""
+    return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,12 @@
-"""Actors: the interface to start, call and supervise them, and the server inside an actor."""
+"""Actors, as their callers start, call and supervise them."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import itertools
 import logging
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from threading import Event, Lock
@@ -17,122 +17,19 @@ import numpy as np
 from overlord.checks import did_you_mean
 from overlord.errors import ActorLost, DataStall, FrameError, JobError, OverlordError
 from overlord.process.shutdown import CloseOnce, Steps
-from overlord.rpc.inbound import InboundConnection
 from overlord.rpc.timeouts import TIMEOUTS
 from overlord.transport.codec import decode, encode
 from overlord.transport.frame import check_size
+from overlord.transport.server_connection import ServerConnection
 
 log = logging.getLogger("overlord")
 
 # ----------------------------------------------------------------------------
-# The server inside an actor: it builds the actor, executes its calls in order, and closes it.
-#
-# All backends use it.
+# Calls and replies: their numbers and encoding, the same on all backends.
 
 # Call numbers with a special meaning. CONTROL to an actor is a request to exit. CONTROL from an
 # actor reports that it started, or failed to start or to close. A call with NO_REPLY has no reply.
 CONTROL, NO_REPLY = 0, 2**64 - 1
-
-Reply = Callable[[int, bytes, list[np.ndarray]], None]
-
-
-class ActorServer:
-    """The executor of encoded calls (method, arguments) of one actor.
-
-    Replies are encoded too: (success, value or error).
-    """
-
-    def __init__(self, name: str, reply: Reply):
-        self.name, self._reply, self._actor = name, reply, None
-
-    def build(self, make: Callable[[], Any]) -> bool:
-        """Build the actor; if that fails, reply with the exception and return False."""
-        try:
-            self._actor = make()
-        except Exception as e:
-            self._respond(CONTROL, "its factory", False, e)
-            return False
-        return True
-
-    def perform(self, number: int, header: Any, columns: list[np.ndarray]) -> None:
-        """Execute one call, and reply with the result or the exception of the method.
-
-        If the method returns a future, the reply is sent later from another thread. A
-        ``SystemExit`` of the method is raised here instead.
-        """
-        method = "a call"
-        try:
-            method, args = decode(header, columns)
-            value = self._find(method)(*args)
-        except SystemExit:  # as in any program, this ends the actor and is not a reply
-            raise
-        except BaseException as e:
-            self._respond(number, method, False, e)
-            return
-        if isinstance(value, Future):
-            value.add_done_callback(lambda future: self._reply_later(number, method, future))
-        else:
-            self._respond(number, method, True, value)
-
-    def close(self) -> None:
-        """Call ``close()`` of the actor if it has one; reply with its exception, if any."""
-        close = getattr(self._actor, "close", None)
-        if callable(close):
-            try:
-                close()
-            except Exception as e:
-                self._respond(CONTROL, "close", False, e)
-
-    def _find(self, method: str) -> Callable[..., Any]:
-        found = None if method.startswith("_") else getattr(self._actor, method, None)
-        if callable(found):
-            return found
-        known = [
-            n
-            for n in dir(self._actor)
-            if not n.startswith("_") and callable(getattr(type(self._actor), n, None))
-        ]
-        raise AttributeError(
-            f"actor {self.name!r}: expected one of its public methods "
-            f"({', '.join(known) or 'none'}), got {method!r}"
-        )
-
-    def _reply_later(self, number: int, method: str, future: Future[Any]) -> None:
-        try:
-            value = future.result()
-        except BaseException as e:
-            self._respond(number, method, False, e)
-        else:
-            self._respond(number, method, True, value)
-
-    def _respond(self, number: int, method: str, ok: bool, value: Any) -> None:
-        if not ok:
-            self._add_location(method, value)
-        if number == NO_REPLY:
-            if not ok:
-                log.error(
-                    "call of %s of actor %s failed, and no caller waits for the result: %s",
-                    method,
-                    self.name,
-                    value,
-                    exc_info=value,
-                )
-            return
-        try:
-            self._reply(number, *encode_message((ok, value)))
-        except FrameError as e:
-            where = f"result of {method!r} of actor {self.name!r}{e.where.removeprefix('value[1]')}"
-            self._reply(number, *encode((False, FrameError(e.problem, where, e.remedy))))
-
-    def _add_location(self, method: str, error: BaseException) -> None:
-        """Add actor and method to an error as a note, with the stack unless it is an OverlordError.
-
-        The stack does not reach the caller otherwise.
-        """
-        where = f"in actor {self.name!r}, {method}"
-        if not isinstance(error, OverlordError):
-            where += ":\n" + "".join(traceback.format_tb(error.__traceback__)).rstrip()
-        error.add_note(where)
 
 
 def encode_message(value: Any) -> tuple[bytes, list[np.ndarray]]:
@@ -158,11 +55,6 @@ def open_reply(name: str, header: Any, columns: list[np.ndarray]) -> tuple[bool,
 def factory_failed(error: BaseException) -> str:
     """Return the reason of an actor's end for an exception of its factory, as text."""
     return f"its factory failed: {type(error).__name__}: {error}"
-
-
-def exit_code(error: SystemExit) -> int:
-    """Return the exit code of a program that ends with this exception."""
-    return error.code if isinstance(error.code, int) else 0 if error.code is None else 1
 
 
 # ----------------------------------------------------------------------------
@@ -232,6 +124,71 @@ class ActorSystem(Protocol):
     def kill(self, handle: ActorHandle) -> None: ...
     def on_death(self, handle: ActorHandle, callback: OnDeath) -> None: ...
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None: ...
+
+
+# Bytes that may be queued for an actor: no limit. An event loop must not wait for a blocked actor;
+# heartbeats detect it.
+UNBOUNDED = 2**62
+
+
+class InboundConnection:
+    """The connection of one actor that connects to its caller.
+
+    Calls made before it connects are queued. ``lock`` guards all fields, so that queued calls are
+    sent first.
+    """
+
+    def __init__(self, actor: str) -> None:
+        self.actor = actor
+        self.lease_id = 0
+        self.connection: ServerConnection | None = None
+        self.connected = False  # whether the actor has ever connected
+        self.rejected = ""  # why its data was refused; empty if it was not
+        self.max_waiting_bytes = UNBOUNDED
+        self.lock = Lock()
+        # reason and fault of the actor's end, while its earlier messages are still being read
+        self.end: tuple[str, BaseException | None] | None = None
+        self._queued: list[tuple[int, bytes, list[np.ndarray]]] = []
+        self._queued_bytes = 0
+        self._sent, self._sent_at = 0, time.monotonic()  # last known progress of the actor
+
+    def attach(self, connection: ServerConnection) -> None:
+        """Use ``connection`` for all calls, and send the queued ones. Call with the lock held."""
+        # Messages of an actor are kept for long, so they are copied out of its segments.
+        connection.max_held, connection.waits_for_segments = 0, False
+        # ``send`` has its own limit, which the caller of an actor sees
+        connection.max_queued_bytes = connection.max_queued = UNBOUNDED
+        self.connection, self.connected = connection, True
+        for call in self._queued:
+            connection.send(call, timeout_s=0.0)
+        self._queued.clear()
+        self._queued_bytes = 0
+
+    def send(self, number: int, header: bytes, columns: list[np.ndarray]) -> None:
+        """Send a call, or queue it until the actor connects.
+
+        Raise ``DataStall`` if more than ``max_waiting_bytes`` would wait for the actor.
+        """
+        with self.lock:
+            nbytes = len(header) + sum(column.nbytes for column in columns)
+            self._check_waiting(nbytes)
+            if self.connection is None:
+                self._queued.append((number, header, columns))
+                self._queued_bytes += nbytes
+            else:
+                with contextlib.suppress(ActorLost):  # the launcher reports how it ended
+                    self.connection.send((number, header, columns), timeout_s=0.0)
+
+    def _check_waiting(self, more: int) -> None:
+        sent, waiting = 0, self._queued_bytes
+        if self.connection is not None:
+            sent, waiting = self.connection.sent_bytes, self.connection.queued_bytes
+        if sent != self._sent or not waiting:
+            self._sent, self._sent_at = sent, time.monotonic()
+        if waiting and waiting + more > self.max_waiting_bytes:
+            raise DataStall(
+                f"actor {self.actor!r} to accept its calls", time.monotonic() - self._sent_at
+            )
 
 
 class ActorRecord:

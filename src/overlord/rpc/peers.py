@@ -17,15 +17,14 @@ import numpy as np
 from overlord.concurrency.platform import Platform
 from overlord.errors import ActorLost, DataStall, FrameError, LinkRefused, OverlordError
 from overlord.process.exit import exit_now
+from overlord.rpc.actor_process import ActorServer, exit_code
 from overlord.rpc.actors import (
     SHUT_DOWN,
     SHUTDOWN_S,
     ActorHandle,
     ActorRecord,
-    ActorServer,
     ActorSystem,
     BaseActorSystem,
-    exit_code,
     open_reply,
 )
 from overlord.rpc.timeouts import TIMEOUTS

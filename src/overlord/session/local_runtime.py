@@ -25,7 +25,7 @@ from overlord.concurrency.event_loop import CommandLoop, Done, Executor, ThreadE
 from overlord.constructor.assembler import Assembler
 from overlord.constructor.build import StepDocuments
 from overlord.constructor.service import ConstructorService, RankQueue
-from overlord.content import Content, Scattered
+from overlord.content import Content, RaggedParts, Scattered
 from overlord.errors import JobError, JournalError
 from overlord.job.hooks import CONSTRUCTOR, LOADER, ordered_weights, popped_by
 from overlord.journal.write_ahead import JournalStart, NullJournal, WriteAheadGate, lose_source
@@ -60,7 +60,6 @@ from overlord.messages.data import (
 from overlord.planning.images import Encodings
 from overlord.planning.mixture import EventLog
 from overlord.planning.spec import NewSource, RecentPlans
-from overlord.ragged_spans import RaggedParts
 from overlord.sample import Ragged
 from overlord.transforms.transform_process import TransformWorker
 

@@ -23,6 +23,7 @@ from overlord.planning.losses import DataLosses
 from overlord.planning.mixture import EventLog
 from overlord.planning.schedule.base import learns
 from overlord.planning.schedule.by_stage import job_schedule
+from overlord.planning.spec import has_losses
 from overlord.process.shutdown import CloseOnce, Steps
 from overlord.serving.control_server import RemoteClient
 from overlord.serving.session_server import SessionServer
@@ -133,7 +134,7 @@ class RunningJob:
 
         A coordinator in another process sends decoded states where they are needed for this.
         """
-        if isinstance(after, EncodedState):
+        if isinstance(after, EncodedState) or not has_losses(after.counts):
             return
         job = (self.adding or self.generation.prepared).job
         for loss in self._losses.warnings(after.counts, job):

@@ -77,16 +77,16 @@ class Index:
     schema: dict[str, str] | None
     fingerprint: str
     access: Files  # access to the files
+    # Unit of row numbers: "row", or "byte" for offsets. Every read names it, so it is stored.
+    row_unit: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "row_unit", "row" if self.format in COUNTED else "byte")
 
     @property
     def rows(self) -> int | None:
         """Number of raw rows, or None if it is unknown before reading."""
         return None if (self.chunks.rows < 0).any() else int(self.chunks.rows.sum())
-
-    @property
-    def row_unit(self) -> str:
-        """The unit of row numbers: "row", or "byte" for offsets."""
-        return "row" if self.format in COUNTED else "byte"
 
     @property
     def nbytes(self) -> int:

@@ -24,9 +24,9 @@ import numpy as np
 from overlord.buffer_pool import BufferPool
 from overlord.client.client import Client, State, Step, StepQueue
 from overlord.client.connect import SessionConnection
-from overlord.constructor.batch_arrays import BatchArrays
 from overlord.constructor.build import BucketBatch
 from overlord.constructor.compact import for_view
+from overlord.constructor.pack import BatchArrays
 from overlord.constructor.rank_views import narrow
 from overlord.errors import ActorLost, DataStall, OverlordError, PlanError, StateMismatch
 from overlord.hashing import digest

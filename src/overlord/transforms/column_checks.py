@@ -1,18 +1,10 @@
-"""The columns that a transform reads, and the rows that it cannot read."""
+"""The columns that a transform reads, and the reason for a row that it cannot read."""
 
 from __future__ import annotations
 
 from overlord.transforms.base import Meta, Tokens, Transform
 from overlord.transforms.chat import Chat
-from overlord.transforms.columns import (
-    Check,
-    RowFrame,
-    check_ids,
-    check_meta,
-    check_texts,
-    retyped,
-    unfit_rows,
-)
+from overlord.transforms.columns import Check, check_ids, check_meta, check_texts
 from overlord.transforms.document_groups import GroupedIds
 from overlord.transforms.encoders import check_messages, check_tools
 from overlord.transforms.grouped_rows import checks_of
@@ -41,17 +33,6 @@ def column_checks(t: Transform) -> list[tuple[str, Check]]:
         return []
     weights = t.loss if isinstance(t, Tokens) else None  # of one column: Pair has two
     return [(name, check_weights if name == weights else check) for name in used_columns(t)]
-
-
-def drop_unfit(frame: RowFrame, t: Transform | None, name: str, check: Check) -> None:
-    """Drop the rows whose values in column ``name`` the transform ``t`` cannot read.
-
-    Raises Unfit if it can read no row of the column.
-    """
-    bad, retype = unfit_rows(frame.table, name, check)
-    frame.drop({i: named_reason(t, reason) for i, reason in bad.items()})
-    if retype:
-        frame.table = retyped(frame.table, name)
 
 
 def named_reason(t: Transform | None, reason: str) -> str:

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from overlord.ragged_spans import RaggedSpans
+from overlord.content import RaggedSpans
 from overlord.sample import Column, Ragged, join_rows, take_rows
 from overlord.sources.tables import arrow_of, column_of, groups, is_mixed, numpy_of
 
@@ -575,6 +575,13 @@ class RowFrame:
 
     def drop_all(self, reason: str) -> None:
         self.drop(dict.fromkeys(range(self.table.num_rows), reason))
+
+    def drop_unfit(self, name: str, check: Check, reason_of: Callable[[str], str]) -> None:
+        """Drop the rows of which a column cannot be read. Raises Unfit if no row can be read."""
+        bad, retype = unfit_rows(self.table, name, check)
+        self.drop({i: reason_of(reason) for i, reason in bad.items()})
+        if retype:
+            self.table = retyped(self.table, name)
 
     def keep(self, mask: np.ndarray) -> None:
         if not mask.all():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from overlord.ragged_spans import RaggedSpans, spans_of
+from overlord.content import RaggedSpans, spans_of
 from overlord.sample import Ragged
 
 

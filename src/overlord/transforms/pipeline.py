@@ -20,10 +20,10 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 
+from overlord.content import RaggedSpans, spans_of
 from overlord.documents import LENGTHS, PROMPTS
 from overlord.errors import TransformError
 from overlord.hashing import digest, key64, keyed_hash
-from overlord.ragged_spans import RaggedSpans, spans_of
 from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged
 from overlord.sources.tables import arrow_of, is_mixed
 from overlord.transforms.base import (
@@ -38,7 +38,7 @@ from overlord.transforms.base import (
     Transform,
 )
 from overlord.transforms.chat import Chat
-from overlord.transforms.column_checks import column_checks, drop_unfit, named_reason
+from overlord.transforms.column_checks import column_checks, named_reason
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
@@ -461,7 +461,7 @@ class Pipeline:
         hidden = [name for name in frame.table.column_names if name.startswith(HIDDEN)]
         for t, name, check in self._needs:
             try:
-                drop_unfit(frame, t, name, check)
+                frame.drop_unfit(name, check, partial(named_reason, t))
             except Unfit as fault:
                 frame.drop_all(named_reason(t, str(fault)))
                 frame.table = frame.table.select([])
@@ -483,7 +483,7 @@ class Pipeline:
         # The row stage (``ids`` is None) receives columns that are already checked.
         if ids is not None:
             for name, check in column_checks(t):
-                drop_unfit(frame, t, name, check)
+                frame.drop_unfit(name, check, partial(named_reason, t))
             if not frame.table.num_rows:
                 return
         if isinstance(t, GroupedIds):
