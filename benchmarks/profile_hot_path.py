@@ -57,7 +57,11 @@ STAGES: dict[str, tuple[str, ...]] = {
         "overlord.sources.chunk_reader:ChunkReader.slices",
         "overlord.sources.tables:without_invalid_rows",
     ),
-    "window": (f"{READER}.read_on", f"{READER}._stage_slice", f"{READER}._ordered"),
+    "window": (
+        f"{READER}.read_on",
+        f"{READER}._stage_slice",
+        "overlord.loader.reader:in_stream_order",
+    ),
     "join slices (copy)": (f"{READER}._join_tables",),
     "validate ids": (f"{PIPELINE}.blocks_of",),
     "block": (f"{READER}.evaluate", f"{READER}._plain_block", f"{READER}._evaluated"),

@@ -39,8 +39,6 @@ REMAINING = {
     ("benchmarks/journal.py", "session.internals"),
     ("benchmarks/recovery.py", "session.internals"),
     ("benchmarks/recovery.py", "session.internals.runtime._parts"),
-    ("tests/properties/test_cores.py", "_at_or_after"),
-    ("tests/simulation/world/memoization.py", "_Window"),
     ("tests/torch/test_world.py", "_Board"),
     ("tests/unit/test_add_source.py", "_Rank"),
     ("tests/unit/test_connect.py", "_started"),

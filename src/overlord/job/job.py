@@ -7,6 +7,7 @@ class lists all problems of its fields, and one ``JobError`` shows them together
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from os import PathLike
@@ -490,7 +491,7 @@ class Job:
             return wrong
         found = [
             f"sources: expected different names, got {n!r} twice"
-            for n in sorted({n for n in self.names if self.names.count(n) > 1})
+            for n in sorted(n for n, count in Counter(self.names).items() if count > 1)
         ]
         if self.until == "first" and (
             leaves := [s.name for s in self.sources if s.on_lost == "leave"]
@@ -520,12 +521,8 @@ class Job:
 
         Both work with a number of samples, so they exclude batches in tokens.
         """
-        found = []
-        if (
-            self.overflow == "defer"
-            and isinstance(self.batch, Batch)
-            and self.batch.tokens is not None
-        ):
+        found, in_tokens = [], isinstance(self.batch, Batch) and self.batch.tokens is not None
+        if self.overflow == "defer" and in_tokens:
             found.append(
                 'overflow: expected "grow" for a batch in tokens, got "defer"; '
                 "set batch.samples, or fewer tokens"
@@ -540,12 +537,7 @@ class Job:
                 f"look_ahead: expected more than 1 for {what}, which chooses among candidates, "
                 "got 1; set it, for example, to 4"
             )
-        if (
-            is_int(self.look_ahead)
-            and self.look_ahead > 1
-            and isinstance(self.batch, Batch)
-            and self.batch.tokens is not None
-        ):
+        if is_int(self.look_ahead) and self.look_ahead > 1 and in_tokens:
             found.append(
                 f"look_ahead: expected 1 for a batch in tokens, got {self.look_ahead}; set "
                 "batch.samples, or look_ahead=1"

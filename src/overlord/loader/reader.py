@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -29,18 +29,25 @@ from overlord.errors import (
 )
 from overlord.loader.running_code import RunningUserCode
 from overlord.loader.samples import SourceOrder
-from overlord.messages.control import Cursor
+from overlord.loader.windows import (
+    Window,
+    already_drawn,
+    by_window,
+    in_stream_order,
+    long_documents,
+    next_read,
+    sample_block,
+)
 from overlord.messages.data import (
     BlockReady,
     Evaluate,
-    GroupShare,
     LongDocuments,
     Read,
     SampleBlock,
     WindowReady,
     WindowsReady,
 )
-from overlord.sample import cut_rows, take_rows
+from overlord.sample import take_rows
 from overlord.sources.base import RawSlice, ReadOptions, rows_within
 from overlord.sources.index import Index
 from overlord.sources.retry import CLOCK, Clock
@@ -75,27 +82,6 @@ class ChunkSource(Protocol):
     options: ReadOptions
 
     def slices(self, chunk: int, t: int, n: int) -> RawSlice: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Window:
-    """An open window: its rows in stream order, readable or not."""
-
-    key: np.ndarray
-    file: np.ndarray
-    row: np.ndarray
-    at: np.ndarray  # row of the joined tables; -1 - n for an unreadable row with reason n
-    tables: list[pa.Table]  # one, unless slices have different types of a column
-    reasons: list[str]  # why rows are unreadable
-    dropped: int  # rows that filters dropped, until they are reported
-    after: Cursor | None  # the cursor if the loader was opened inside this window
-    position: int = 0  # number of evaluated rows
-    # Turns rows of the only table into a block without a copy, if samples are rows of ids.
-    block_of: Callable[[np.ndarray], Block] | None = None
-
-    def first_rows(self, n: int) -> _Window:
-        """Return the window with its first n rows only."""
-        return replace(self, key=self.key[:n], file=self.file[:n], row=self.row[:n], at=self.at[:n])
 
 
 @dataclass(slots=True)
@@ -170,10 +156,7 @@ class ReaderStats:
 
 @dataclass(slots=True, eq=False)
 class SourceReader:
-    """Executor of the Read and Evaluate commands of one loader.
-
-    A read opens a window. An evaluation returns the metadata and the payload of a block of it.
-    """
+    """Executor of reads, which open a window, and of evaluations, which return a block of it."""
 
     order: SourceOrder
     chunks: ChunkSource
@@ -181,7 +164,7 @@ class SourceReader:
     stats: ReaderStats = field(default_factory=ReaderStats)
     clock: Clock = CLOCK
     _code: RunningUserCode | None = None
-    _window: _Window | None = None
+    _window: Window | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # Identity of the read in progress; the result of a read with another identity is dropped.
     _read_id: object = None
@@ -288,12 +271,14 @@ class SourceReader:
                 if n > 1 and len(window.key) > (rows := self.chunks.options.slice_rows):
                     self._singly, window, over = True, window.first_rows(rows), ()
                 return self._hold(window, over, read_id)
+            with self._lock:
+                self._refuse_given_up(read_id)
             ready, content = self._evaluated(window, block, over, n)
             found += ready
             contents.append(content)
             lacking -= len(content)
             room -= sum(block.nbytes for _, block in ready)
-            following = _next_read(command, over, len(ready), coming)
+            following = next_read(command, over, len(ready), coming)
             if following is None or room <= max(0, limit):
                 break
             if lacking <= 0 and not self._is_spare(following, len(window.key), room):
@@ -331,7 +316,7 @@ class SourceReader:
                 rows, nbytes = rows + left, nbytes + chunks.nbytes.item(chunk) * left // of_chunk
         return rows, nbytes
 
-    def _timed_open(self, command: Read, n: int) -> tuple[_Window, tuple[int, ...], object]:
+    def _timed_open(self, command: Read, n: int) -> tuple[Window, tuple[int, ...], object]:
         """Open n windows of a command as one, and add their cost to the statistics.
 
         Return the window, the exhausted chunks, and the identity of the read.
@@ -358,23 +343,25 @@ class SourceReader:
         stats.staged_busy_s += float(staged[1])
         return window, over, read_id
 
-    def _hold(self, window: _Window, over: tuple[int, ...], read_id: object) -> WindowReady:
+    def _refuse_given_up(self, read_id: object) -> None:
+        """Raise ``StorageError`` if a read was given up meanwhile. Call with the lock held."""
+        if self._read_id is not read_id:
+            raise StorageError(
+                self.order.name,
+                "expected a read within its deadline, got the result of a read that was given up; "
+                "check the disk or the mount",
+            )
+
+    def _hold(self, window: Window, over: tuple[int, ...], read_id: object) -> WindowReady:
         """Keep an open window for evaluations, unless its read was given up meanwhile."""
         with self._lock:
-            if self._read_id is not read_id:
-                raise StorageError(
-                    self.order.name,
-                    "expected a read within its deadline, got the result of a read that was given "
-                    "up; check the disk or the mount",
-                )
+            self._refuse_given_up(read_id)
             self._window = window
         self.stats.raw_bytes = sum(t.nbytes for t in window.tables)
         rows = len(window.key)
         return WindowReady(rows, over, self.stats.raw_bytes, 0 if rows else window.dropped)
 
-    def _open(
-        self, command: Read, spent: np.ndarray, n: int = 1
-    ) -> tuple[_Window, tuple[int, ...]]:
+    def _open(self, command: Read, spent: np.ndarray, n: int = 1) -> tuple[Window, tuple[int, ...]]:
         """Read n windows as one and run the slice stage; return the window, and exhausted chunks.
 
         The cost of the slice stage is added to ``spent`` (wall-clock, CPU seconds).
@@ -409,10 +396,10 @@ class SourceReader:
         if not rows:
             empty = np.zeros(0, np.int64)
             keys = empty.astype(np.uint64)
-            return _Window(keys, empty, empty, empty, [], [], dropped, None), tuple(over)
-        key, file, row, at = self._ordered(command, files, rows, ats)
+            return Window(keys, empty, empty, empty, [], [], dropped, None), tuple(over)
+        key, file, row, at = in_stream_order(self.order, command, files, rows, ats)
         joined = self._join_tables(tables)
-        window = _Window(key, file, row, at, joined, reasons, dropped, command.after)
+        window = Window(key, file, row, at, joined, reasons, dropped, command.after)
         if len(joined) == 1 and (blocks_of := getattr(self.stages, "blocks_of", None)) is not None:
             window.block_of = blocks_of(joined[0])
         return window, tuple(over)
@@ -422,7 +409,7 @@ class SourceReader:
         passes = getattr(self.stages, "passes", None)
         return passes is not None and not raw.bad and passes(raw.table)
 
-    def _plain_block(self, window: _Window) -> Block | None:
+    def _plain_block(self, window: Window) -> Block | None:
         """Return the block of a whole window if it is cheap: its samples are rows of ids.
 
         Return None if rows failed, or if samples were drawn before.
@@ -440,7 +427,7 @@ class SourceReader:
         return block
 
     def _evaluated(
-        self, window: _Window, block: Block, over: tuple[int, ...], n: int
+        self, window: Window, block: Block, over: tuple[int, ...], n: int
     ) -> tuple[list[tuple[WindowReady, BlockReady]], Content]:
         """Return the events of n windows that were read as one, and their payload."""
         start, index, part = time.perf_counter(), block.index, block.part
@@ -465,32 +452,7 @@ class SourceReader:
             ready = BlockReady(found, n_rows, nbytes, took)
             return [(WindowReady(n_rows, over), ready)], content
         stats.windows += -(-n_rows // self.chunks.options.slice_rows) - 1
-        return _by_window(found, block, n_rows, self.chunks.options.slice_rows, over), content
-
-    def _ordered(
-        self, command: Read, files: list[np.ndarray], rows: list[np.ndarray], ats: list[np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return key, file, row and table position of rows from the cursor on, in stream order."""
-        if len(rows) == 1:  # rows of one file, in ascending order
-            (file,), (row,), (at,) = files, rows, ats
-            key = self.order.row_keys(command.epoch, file, row)
-            if not self.order.shuffle and command.after is None:
-                return key, file, row, at
-            order = np.argsort(key, kind="stable")
-        else:
-            file, row, at = np.concatenate(files), np.concatenate(rows), np.concatenate(ats)
-            key = self.order.row_keys(command.epoch, file, row)
-            order = np.argsort(key)  # several times faster than lexsort
-            ascending = key[order]
-            if (ascending[1:] == ascending[:-1]).any():
-                order = np.lexsort((row, file, key))
-        if command.after is not None:
-            order = order[
-                _at_or_after(
-                    key[order], file[order], row[order], command.after, self.order, command.epoch
-                )
-            ]
-        return key[order], file[order], row[order], at[order]
+        return by_window(found, block, n_rows, self.chunks.options.slice_rows, over), content
 
     def _slice(self, chunk: int, t: int, n: int) -> RawSlice:
         """Return slices t to ``t + n - 1`` of a chunk as one, or slice t alone.
@@ -577,7 +539,7 @@ class SourceReader:
         content, meta = Content(block.tokens, block.items, block.weights), dict(block.meta)
         if window.after is not None and a == 0:
             keep = np.flatnonzero(
-                ~_already_drawn(file[good][index], row[good][index], part, window.after)
+                ~already_drawn(file[good][index], row[good][index], part, window.after)
             )
             if len(keep) < len(index):
                 index, part, content, meta = (
@@ -586,11 +548,11 @@ class SourceReader:
                     content.take(keep),
                     {n: take_rows(c, keep) for n, c in meta.items()},
                 )
-        samples = self._sample_block(key, file, row, at, good, index, part, meta, block.bad, window)
+        samples = sample_block(window, key, file, row, at, good, index, part, meta, block.bad)
         if len(block.long):
             samples = replace(
                 samples,
-                long=_long_documents(
+                long=long_documents(
                     key, file, row, good[block.long], block.lost, window.after if a == 0 else None
                 ),
             )
@@ -608,7 +570,7 @@ class SourceReader:
         self.stats.transform_busy_s += core_s(self.stages) - busy
         return BlockReady(samples, b - a, content.nbytes, took), content
 
-    def _block(self, window: _Window, at: np.ndarray) -> Block:
+    def _block(self, window: Window, at: np.ndarray) -> Block:
         """Turn the rows ``at`` of the window's tables into samples, without a copy of ids."""
         if window.block_of is None or not len(at):
             return self._row_stage(window.tables, at)
@@ -634,139 +596,3 @@ class SourceReader:
             blocks.append((mine, block))
             first += table.num_rows
         return blocks[0][1] if len(blocks) == 1 else merge_blocks(blocks)
-
-    def _sample_block(
-        self,
-        key: np.ndarray,
-        file: np.ndarray,
-        row: np.ndarray,
-        at: np.ndarray,
-        good: np.ndarray,
-        index: np.ndarray,
-        part: np.ndarray,
-        meta: dict[str, Any],
-        failed: list[tuple[int, str]],
-        window: _Window,
-    ) -> SampleBlock:
-        if len(good) == len(at) and not failed:  # the usual case
-            none = good[:0]
-            return SampleBlock(
-                key[index],
-                file[index],
-                row[index],
-                part,
-                meta,
-                key[none],
-                none,
-                none,
-                (),
-                window.dropped,
-            )
-        why = {int(j): window.reasons[-1 - int(at[j])] for j in np.flatnonzero(at < 0)}
-        why.update((int(good[j]), reason) for j, reason in failed)
-        bad = np.array(sorted(why), np.int64)
-        where = good[index]
-        return SampleBlock(
-            key[where],
-            file[where],
-            row[where],
-            part,
-            meta,
-            key[bad],
-            file[bad],
-            row[bad],
-            tuple(why[j] for j in bad.tolist()),
-            window.dropped,
-        )
-
-
-def _by_window(
-    found: SampleBlock, block: Block, n_rows: int, step: int, over: tuple[int, ...]
-) -> list[tuple[WindowReady, BlockReady]]:
-    """Split the samples of consecutive rows into windows of ``step`` rows."""
-    size, itemsize = block.meta["tokens"], block.tokens.itemsize
-    assert isinstance(size, np.ndarray)
-    rows = [*range(0, n_rows, step), n_rows]
-    cuts = np.searchsorted(block.index, rows).tolist()
-    long_cuts = np.searchsorted(block.long, rows).tolist() if found.long is not None else []
-    windows = []
-    for k in range(len(rows) - 1):
-        a, b = cuts[k], cuts[k + 1]
-        long = None
-        if found.long is not None:
-            long = found.long.take(np.arange(long_cuts[k], long_cuts[k + 1]))
-        samples = SampleBlock(
-            found.key[a:b],
-            found.file[a:b],
-            found.row[a:b],
-            found.part[a:b],
-            {name: cut_rows(column, a, b) for name, column in found.meta.items()},
-            found.bad_key,
-            found.bad_file,
-            found.bad_row,
-            (),
-            0,
-            long,
-        )
-        n = rows[k + 1] - rows[k]
-        nbytes = int(size[a:b].sum()) * itemsize
-        last = k == len(rows) - 2
-        windows.append((WindowReady(n, over if last else ()), BlockReady(samples, n, nbytes)))
-    return windows
-
-
-def _next_read(
-    command: Read, over: tuple[int, ...], windows: int, coming: deque[GroupShare]
-) -> Read | None:
-    """Return the read of the window after those of a command; None at the last known group."""
-    if chunks := tuple(c for c in command.chunks if c not in over):
-        at = command.epoch, command.group, command.window + windows
-        return Read(command.loader, *at, chunks)
-    while coming:
-        if (share := coming.popleft()).chunks:
-            return Read(command.loader, share.epoch, share.group, 0, share.chunks)
-    return None
-
-
-def _at_or_after(
-    key: np.ndarray,
-    file: np.ndarray,
-    row: np.ndarray,
-    after: Cursor,
-    order: SourceOrder,
-    epoch: int,
-) -> np.ndarray:
-    """Return a mask of the ordered rows at or after the cursor.
-
-    The cursor's own row is included, since pieces of it may not be drawn yet.
-    """
-    limit = order.row_keys(epoch, np.array([after.file]), np.array([after.row]))[0]
-    return (key > limit) | (
-        (key == limit) & ((file > after.file) | ((file == after.file) & (row >= after.row)))
-    )
-
-
-def _long_documents(
-    key: np.ndarray,
-    file: np.ndarray,
-    row: np.ndarray,
-    at: np.ndarray,
-    lost: np.ndarray,
-    after: Cursor | None,
-) -> LongDocuments | None:
-    """Return the documents at the positions ``at``, which lost ``lost`` tokens each.
-
-    The document of the cursor ``after`` is excluded: its loss was counted with its sample.
-    """
-    documents = LongDocuments(key[at], file[at], row[at], lost)
-    if after is None:
-        return documents
-    return documents.take(
-        np.flatnonzero((documents.file != after.file) | (documents.row != after.row))
-    )
-
-
-def _already_drawn(
-    file: np.ndarray, row: np.ndarray, part: np.ndarray, after: Cursor
-) -> np.ndarray:
-    return (file == after.file) & (row == after.row) & (part <= after.part)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -408,3 +408,17 @@ def _constant_text(value: Any) -> str:
     if inspect.isfunction(value):
         return _code_text(value)
     return type(value).__qualname__
+
+
+def empty_block(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
+    """Return a block of failed rows alone, with metadata of these names."""
+    none = np.zeros(0, np.int64)
+    meta: dict[str, Column] = dict.fromkeys(("tokens", "bytes", *names), none)
+    # Ids of type uint8 do not change the type of other ids at concatenation.
+    return Block(
+        none,
+        np.zeros(0, np.int32),
+        Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64)),
+        meta,
+        sorted(bad),
+    )

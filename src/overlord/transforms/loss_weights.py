@@ -13,17 +13,22 @@ import pyarrow.types as pt
 from overlord.content import ones_like
 from overlord.sample import Ragged
 from overlord.sources.tables import arrow_of, is_mixed, numpy_of
+from overlord.transforms.base import Tokens
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
+    RowFrame,
     Unfit,
     add_faults,
+    check_ids,
     column,
     each_type,
     kind_of,
     lists,
     null_rows,
+    read_ids,
 )
+from overlord.transforms.requirements import IDS
 
 # Internal column of the weights, between the stages of a pipeline: lists of float32.
 WEIGHTS = HIDDEN + "\x1fweights"
@@ -138,3 +143,19 @@ def runs_of(weights: Ragged) -> Ragged:
     runs[:, 0] = np.diff(start, append=len(values))
     runs[:, 1] = values[start]
     return Ragged(runs.reshape(-1), 2 * np.searchsorted(start, offsets))
+
+
+def use_ids(frame: RowFrame, t: Tokens) -> None:
+    """Use the ids of a column, and the weights of another if the transform names one."""
+    check_ids(frame.table, t.column)
+    if t.column != IDS:
+        frame.put(IDS, frame.table.column(t.column))
+    if t.loss is None:
+        return
+    assert isinstance(t.loss, str), "two columns of weights belong to a Pair"
+    weights, bad = read_weights(frame.table, t.loss)
+    frame.table = put_weights(frame.table, weights)
+    frame.drop(bad)
+    if frame.table.num_rows and (kept := weights_of(frame.table)) is not None:
+        ids, _ = read_ids(frame.table, IDS)
+        frame.drop(unequal_weights(kept, ids.lengths))

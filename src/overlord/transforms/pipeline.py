@@ -36,6 +36,7 @@ from overlord.transforms.base import (
     StagedRows,
     Tokens,
     Transform,
+    empty_block,
 )
 from overlord.transforms.chat import Chat
 from overlord.transforms.column_checks import column_checks, named_reason
@@ -75,11 +76,10 @@ from overlord.transforms.images import META, Images
 from overlord.transforms.long_documents import Pieces, lost_tokens, split_rows, too_long
 from overlord.transforms.loss_weights import (
     label_sums,
-    put_weights,
-    read_weights,
     runs_of,
     stored,
     unequal_weights,
+    use_ids,
     weights_of,
 )
 from overlord.transforms.requirements import (
@@ -301,7 +301,7 @@ class Pipeline:
         finally:
             self._running.pop(threading.get_ident(), None)
         if not frame.table.num_rows:
-            return _empty_block(self.meta_names, frame.bad)
+            return empty_block(self.meta_names, frame.bad)
         try:
             tokens, bad = read_ids(frame.table, IDS)
         except Unfit as fault:
@@ -330,7 +330,7 @@ class Pipeline:
         try:
             for t in self.transforms:
                 assert isinstance(t, Tokens)
-                _use_ids(frame, t)
+                use_ids(frame, t)
             ids, bad = read_ids(frame.table, IDS)
         except Unfit:
             return None
@@ -493,7 +493,7 @@ class Pipeline:
             assert self._encoders is not None
             self._encoders.run(position, frame)
         elif isinstance(t, Tokens):
-            _use_ids(frame, t)
+            use_ids(frame, t)
         elif isinstance(t, Select):
             select_columns(
                 frame,
@@ -594,32 +594,3 @@ def _rebuild(
     )
     pipeline.check_tokenizers(contents)
     return pipeline
-
-
-def _empty_block(names: Sequence[str], bad: list[tuple[int, str]]) -> Block:
-    none = np.zeros(0, np.int64)
-    meta: dict[str, Column] = dict.fromkeys(("tokens", "bytes", *names), none)
-    # Ids of type uint8 do not change the type of other ids at concatenation.
-    return Block(
-        none,
-        np.zeros(0, np.int32),
-        Ragged(np.zeros(0, np.uint8), np.zeros(1, np.int64)),
-        meta,
-        sorted(bad),
-    )
-
-
-def _use_ids(frame: RowFrame, t: Tokens) -> None:
-    """Use the ids of a column, and the weights of another if the transform names one."""
-    check_ids(frame.table, t.column)
-    if t.column != IDS:
-        frame.put(IDS, frame.table.column(t.column))
-    if t.loss is None:
-        return
-    assert isinstance(t.loss, str), "two columns of weights belong to a Pair"
-    weights, bad = read_weights(frame.table, t.loss)
-    frame.table = put_weights(frame.table, weights)
-    frame.drop(bad)
-    if frame.table.num_rows and (kept := weights_of(frame.table)) is not None:
-        ids, _ = read_ids(frame.table, IDS)
-        frame.drop(unequal_weights(kept, ids.lengths))

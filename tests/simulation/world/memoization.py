@@ -13,8 +13,9 @@ import pyarrow as pa
 
 from overlord.content import Content
 from overlord.job.job import Job
-from overlord.loader.reader import SourceReader, _Window
+from overlord.loader.reader import SourceReader
 from overlord.loader.samples import SourceOrder
+from overlord.loader.windows import Window
 from overlord.mesh import ClientPlaceTree
 from overlord.messages.data import BlockReady, Evaluate, Read
 from overlord.plan.plan import LoadingPlan
@@ -36,7 +37,7 @@ class Memory:
     staged: dict[Any, tuple[np.ndarray, np.ndarray, StagedRows]] = field(default_factory=dict)
     tables: dict[Any, list[pa.Table]] = field(default_factory=dict)
     samples: dict[Any, Block] = field(default_factory=dict)  # of all rows of a table
-    windows: dict[Any, tuple[_Window, tuple[int, ...]]] = field(default_factory=dict)
+    windows: dict[Any, tuple[Window, tuple[int, ...]]] = field(default_factory=dict)
     blocks: dict[Any, tuple[BlockReady, Content]] = field(default_factory=dict)
     plans: dict[Any, LoadingPlan] = field(default_factory=dict)
 
@@ -71,9 +72,7 @@ class RememberingReader(SourceReader):
     _memory: Memory = field(default_factory=Memory)
     _key: tuple[Any, ...] = ()
 
-    def _open(
-        self, command: Read, spent: np.ndarray, n: int = 1
-    ) -> tuple[_Window, tuple[int, ...]]:
+    def _open(self, command: Read, spent: np.ndarray, n: int = 1) -> tuple[Window, tuple[int, ...]]:
         key = self._key = (
             self.order.name,
             command.epoch,
