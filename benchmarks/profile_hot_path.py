@@ -72,7 +72,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "payload of a step": ("overlord.session.local_runtime:LocalRuntime._stage",),
     "build": ("overlord.constructor.service:build_groups",),
     "expand (copy)": (
-        "overlord.constructor.payload_views:PayloadViews.expand",
+        "overlord.constructor.compact:PayloadViews.expand",
         "overlord.constructor.compact:expand",
     ),
     "client": (
