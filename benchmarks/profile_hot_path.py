@@ -60,7 +60,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "window": (
         f"{READER}.read_on",
         f"{READER}._stage_slice",
-        "overlord.loader.reader:in_stream_order",
+        "overlord.loader.samples:SourceOrder.in_stream_order",
     ),
     "join slices (copy)": (f"{READER}._join_tables",),
     "validate ids": (f"{PIPELINE}.blocks_of",),
