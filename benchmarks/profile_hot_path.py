@@ -60,7 +60,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "window": (
         f"{READER}.read_on",
         f"{READER}._stage_slice",
-        "overlord.loader.reader:in_stream_order",
+        "overlord.loader.samples:SourceOrder.in_stream_order",
     ),
     "join slices (copy)": (f"{READER}._join_tables",),
     "validate ids": (f"{PIPELINE}.blocks_of",),
@@ -72,7 +72,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "payload of a step": ("overlord.session.local_runtime:LocalRuntime._stage",),
     "build": ("overlord.constructor.service:build_groups",),
     "expand (copy)": (
-        "overlord.constructor.payload_views:PayloadViews.expand",
+        "overlord.constructor.compact:PayloadViews.expand",
         "overlord.constructor.compact:expand",
     ),
     "client": (

@@ -559,41 +559,16 @@ MUTATIONS = [
     ),
     *_at(
         "loader/reader.py",
-        ("the cursor's own row skipped", "& (row >= after.row)))", "& (row > after.row)))"),
-        ("the cursor's row given whole", "& (part <= after.part)", "& (part < 0)"),
-        ("the cursor's piece given again", "& (part <= after.part)", "& (part < after.part)"),
-        (
-            "equal keys before the cursor",
-            "(key == limit) & ((file > after.file)",
-            "(key == limit) & ((file >= after.file)",
-        ),
-        (
-            "rows of a window unordered",
-            "order = np.argsort(key)  # several times faster than lexsort",
-            "order = np.arange(len(key))",
-        ),
-        ("rows of equal keys in any order", "order = np.lexsort((row, file, key))", "pass"),
         (
             "user code gets several slices at once",
             'if self._singly or not getattr(self.stages, "only_ids", False):',
             "if self._singly:",
         ),
         (
-            "windows that were read as one end at wrong samples",
-            "cuts = np.searchsorted(block.index, rows).tolist()",
-            "cuts = [min(row, len(block.index)) for row in rows]",
-        ),
-        (
-            "windows read on are counted once",
-            "at = command.epoch, command.group, command.window + windows",
-            "at = command.epoch, command.group, command.window + 1",
-        ),
-        (
             "failures of transforms under wrong rows",
             "((int(readable[j]), why) for j, why in staged.bad)",
             "((int(j), why) for j, why in staged.bad)",
         ),
-        ("reasons mixed up", "window.reasons[-1 - int(at[j])]", "window.reasons[0]"),
         (
             "tables joined without their offset",
             "np.where(where >= 0, where + held, where)",
@@ -609,11 +584,42 @@ MUTATIONS = [
         ),
     ),
     *_at(
-        "loader/reader.py",
+        "loader/samples.py",
+        ("the cursor's own row skipped", "& (row >= after.row)))", "& (row > after.row)))"),
+        (
+            "equal keys before the cursor",
+            "(key == limit) & ((file > after.file)",
+            "(key == limit) & ((file >= after.file)",
+        ),
+        (
+            "rows of a window unordered",
+            "positions = np.argsort(key)  # several times faster than lexsort",
+            "positions = np.arange(len(key))",
+        ),
+        ("rows of equal keys in any order", "positions = np.lexsort((row, file, key))", "pass"),
+    ),
+    *_at(
+        "loader/windows.py",
+        ("the cursor's row given whole", "& (part <= after.part)", "& (part < 0)"),
+        ("the cursor's piece given again", "& (part <= after.part)", "& (part < after.part)"),
+        (
+            "windows that were read as one end at wrong samples",
+            "cuts = np.searchsorted(block.index, rows).tolist()",
+            "cuts = [min(row, len(block.index)) for row in rows]",
+        ),
+        ("reasons mixed up", "window.reasons[-1 - int(at[j])]", "window.reasons[0]"),
         (
             "the loss of the cursor's document counted again",
             "(documents.file != after.file) | (documents.row != after.row)",
             "documents.row >= 0",
+        ),
+    ),
+    *_at(
+        "loader/loader.py",
+        (
+            "windows read on are counted once",
+            "at = command.epoch, command.group, command.window + windows",
+            "at = command.epoch, command.group, command.window + 1",
         ),
     ),
     *_at(

@@ -18,12 +18,12 @@ from overlord.constructor.compact import (
     IDS,
     Expander,
     build_compact,
+    build_views,
     for_view,
     layout_of,
     smallest_id_type,
 )
 from overlord.constructor.pack import BatchArrays, build_arrays, documents, new_buffer
-from overlord.constructor.payload_views import build_views
 from overlord.constructor.rank_views import of_stage
 from overlord.content import RaggedParts
 from overlord.plan.view import View

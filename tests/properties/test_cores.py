@@ -22,7 +22,6 @@ from overlord.constructor.assembler import Assembler
 from overlord.job.job import UNIT
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
-from overlord.loader.windows import at_or_after
 from overlord.messages.control import (
     Attach,
     Consumed,
@@ -415,7 +414,7 @@ def test_rows_of_equal_keys_are_told_apart_by_file_and_row() -> None:
     """Keys are hashes: two rows of one window may share one, if once in a lifetime."""
     order: Any = SimpleNamespace(row_keys=lambda epoch, file, row: np.zeros(len(file), np.uint64))
     file, row = np.array([0, 1, 1, 1, 2]), np.array([9, 3, 4, 5, 0])
-    behind = at_or_after(np.zeros(5, np.uint64), file, row, Cursor(file=1, row=4, part=0), order, 0)
+    behind = order.at_or_after(np.zeros(5, np.uint64), file, row, Cursor(file=1, row=4, part=0), 0)
     assert behind.tolist() == [False, False, True, True, True]
 
 

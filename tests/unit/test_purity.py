@@ -43,7 +43,6 @@ CORES = (
     "constructor.assembler",
     "constructor.compact",
     "constructor.pack",
-    "constructor.payload_views",
     "constructor.pieces",
     "constructor.exclusions",
     "constructor.rank_views",

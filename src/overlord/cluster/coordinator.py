@@ -63,7 +63,7 @@ from overlord.planning.schedule.by_stage import job_schedule
 from overlord.planning.spec import NewSource, RecentPlans
 from overlord.rpc.actors import ActorSystem
 from overlord.setup.partition import scales
-from overlord.setup.prepared_job import PreparedJob, schedule_of
+from overlord.setup.prepared_job import PreparedJob, copied_schedule
 from overlord.transport.codec import encode_state
 
 log = logging.getLogger("overlord")
@@ -92,12 +92,13 @@ class Coordinator:
         loader_placement = starter.loader_placement
         read_ahead = read_ahead_of(loader_placement, scales(prepared))
         prepared = prepared.with_loaders(loader_placement.loaders, read_ahead)
-        self._first = prepared  # the job as launched, which has the schedule of the planner
         options = prepared.options
         context = ProcessContext(control, event_loop, platform)
         self._context = context
         self.planner = prepared.planner(state)
-        self._learns = learns(job_schedule(prepared.job))
+        # of the job as launched; every planner has a copy
+        self._mixture = job_schedule(prepared.job, prepared.added)
+        self._learns = learns(self._mixture)
         self.plans = RecentPlans()
         # called with every planned step and the encoded state after it
         self.on_stage: list[Callable[[PlannedStep, EncodedState], None]] = []
@@ -377,7 +378,7 @@ class Coordinator:
 
     def _planner_at(self, state: StreamState) -> Planner:
         """Return a planner at a state, with a new copy of the job's schedule."""
-        old, schedule = self.planner, schedule_of(self._first.job, self._first.added)
+        old, schedule = self.planner, copied_schedule(self._mixture)
         spec = replace(old.spec, schedule=schedule, prefer=getattr(schedule, "prefer", None))
         floor = max(old.floor, old.next_step)
         return Planner(spec, state, generation=self.recovery.generation, floor=floor)

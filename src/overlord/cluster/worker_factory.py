@@ -398,6 +398,8 @@ class WorkerFactory:
         self.loader_placement, self.token = loader_placement, settings.token
         self._control, self._prepared, self._settings = control, prepared, settings
         self._constructor_of = np.asarray(constructor_of)
+        job = prepared().job
+        self._hooks, self._seed = job.hooks_of(LOADER), job.seed  # a source may be added, no hook
         self._incarnations = itertools.count(1)
         self.placement = NodePlacement(
             control, lambda: layout_of(self._prepared(), self._constructor_of.tolist())
@@ -435,7 +437,6 @@ class WorkerFactory:
         constructors: Mapping[int, str],
         instead_of: int | None = None,
     ) -> ActorHandle:
-        job = self._prepared().job
         reader_specs = {i: self._reader_spec(i) for i in sorted(sources)}
         memory = self._memory_of(h if instead_of is None else instead_of)
         return self._spawn(
@@ -447,8 +448,8 @@ class WorkerFactory:
             reader_specs,
             openings,
             constructors,
-            job.hooks_of(LOADER),
-            job.seed,
+            self._hooks,
+            self._seed,
         )
 
     def _spawn(

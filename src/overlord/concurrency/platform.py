@@ -33,6 +33,7 @@ class Platform:
     """
 
     ports: range | None = None  # TCP ports of servers on a network; None: any
+    now: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(self, ports: range | None = None):
         self.ports = ports
@@ -106,9 +107,6 @@ class Platform:
     def pss_bytes(self) -> int:
         """Return the proportional set size of this process."""
         return pss_bytes()
-
-    def now(self) -> float:
-        return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
         """Block this thread for ``seconds``; not allowed on an event loop."""

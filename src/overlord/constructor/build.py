@@ -10,11 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from overlord.constructor.compact import IDS, Expander, build_compact, for_view, layout_of
+from overlord.constructor.compact import (
+    IDS,
+    Expander,
+    PayloadViews,
+    build_compact,
+    build_views,
+    for_view,
+    layout_of,
+)
 from overlord.constructor.exclusions import Spans, exclude, exclude_from_pieces, spans_of_pieces
 from overlord.constructor.images import PixelForm, decode_pool, encoder_inputs
 from overlord.constructor.pack import BatchArrays, build_arrays, documents, new_buffer
-from overlord.constructor.payload_views import PayloadViews, build_views
 from overlord.constructor.pieces import build_pieces
 from overlord.constructor.rank_views import narrow, of_stage
 from overlord.constructor.runs import build_slices

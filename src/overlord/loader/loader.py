@@ -369,3 +369,16 @@ class Loader:
     def check(self) -> None:
         assert self.ready >= 0 or self.replay_buffer is not None, self.state()
         assert self._rows >= 0, self.state()
+
+
+def next_read(
+    command: Read, over: tuple[int, ...], windows: int, coming: deque[GroupShare]
+) -> Read | None:
+    """Return the read of the window after those of a command; None at the last known group."""
+    if chunks := tuple(c for c in command.chunks if c not in over):
+        at = command.epoch, command.group, command.window + windows
+        return Read(command.loader, *at, chunks)
+    while coming:
+        if (share := coming.popleft()).chunks:
+            return Read(command.loader, share.epoch, share.group, 0, share.chunks)
+    return None

@@ -27,17 +27,10 @@ from overlord.errors import (
     TransformError,
     WouldBlock,
 )
+from overlord.loader.loader import next_read
 from overlord.loader.running_code import RunningUserCode
 from overlord.loader.samples import SourceOrder
-from overlord.loader.windows import (
-    Window,
-    already_drawn,
-    by_window,
-    in_stream_order,
-    long_documents,
-    next_read,
-    sample_block,
-)
+from overlord.loader.windows import Window, already_drawn, by_window, long_documents, sample_block
 from overlord.messages.data import (
     BlockReady,
     Evaluate,
@@ -397,7 +390,9 @@ class SourceReader:
             empty = np.zeros(0, np.int64)
             keys = empty.astype(np.uint64)
             return Window(keys, empty, empty, empty, [], [], dropped, None), tuple(over)
-        key, file, row, at = in_stream_order(self.order, command, files, rows, ats)
+        key, file, row, at = self.order.in_stream_order(
+            command.epoch, command.after, files, rows, ats
+        )
         joined = self._join_tables(tables)
         window = Window(key, file, row, at, joined, reasons, dropped, command.after)
         if len(joined) == 1 and (blocks_of := getattr(self.stages, "blocks_of", None)) is not None:

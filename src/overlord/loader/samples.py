@@ -90,6 +90,45 @@ class SourceOrder:
             return row.astype(np.uint64)
         return keyed_hash(key64("rows", self.seed, self.name, epoch), file, row)
 
+    def in_stream_order(
+        self,
+        epoch: int,
+        after: Cursor | None,
+        files: list[np.ndarray],
+        rows: list[np.ndarray],
+        ats: list[np.ndarray],
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return key, file, row and table position of rows from a cursor on, in stream order."""
+        if len(rows) == 1:  # rows of one file, in ascending order
+            (file,), (row,), (at,) = files, rows, ats
+            key = self.row_keys(epoch, file, row)
+            if not self.shuffle and after is None:
+                return key, file, row, at
+            positions = np.argsort(key, kind="stable")
+        else:
+            file, row, at = np.concatenate(files), np.concatenate(rows), np.concatenate(ats)
+            key = self.row_keys(epoch, file, row)
+            positions = np.argsort(key)  # several times faster than lexsort
+            ascending = key[positions]
+            if (ascending[1:] == ascending[:-1]).any():
+                positions = np.lexsort((row, file, key))
+        if after is not None:
+            ordered = key[positions], file[positions], row[positions]
+            positions = positions[self.at_or_after(*ordered, after, epoch)]
+        return key[positions], file[positions], row[positions], at[positions]
+
+    def at_or_after(
+        self, key: np.ndarray, file: np.ndarray, row: np.ndarray, after: Cursor, epoch: int
+    ) -> np.ndarray:
+        """Return a mask of the ordered rows at or after the cursor.
+
+        The cursor's own row is included, since pieces of it may not be drawn yet.
+        """
+        limit = self.row_keys(epoch, np.array([after.file]), np.array([after.row]))[0]
+        return (key > limit) | (
+            (key == limit) & ((file > after.file) | ((file == after.file) & (row >= after.row)))
+        )
+
     def groups_from(self, epoch: int, group: int, epochs: int | None) -> Iterator[tuple[int, int]]:
         """Yield (epoch, group) from a position on, for ``epochs`` epochs in all; None: endless."""
         while epochs is None or epoch < epochs:

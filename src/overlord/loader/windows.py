@@ -1,8 +1,7 @@
-"""Windows of a loader: rows of open slices in stream order, and samples made of them. Pure."""
+"""Windows of a loader: rows of open slices, and the samples made of them. Pure."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,16 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from overlord.loader.samples import SourceOrder
 from overlord.messages.control import Cursor
-from overlord.messages.data import (
-    BlockReady,
-    GroupShare,
-    LongDocuments,
-    Read,
-    SampleBlock,
-    WindowReady,
-)
+from overlord.messages.data import BlockReady, LongDocuments, SampleBlock, WindowReady
 from overlord.sample import cut_rows
 from overlord.transforms.base import Block
 
@@ -43,36 +34,6 @@ class Window:
     def first_rows(self, n: int) -> Window:
         """Return the window with its first n rows only."""
         return replace(self, key=self.key[:n], file=self.file[:n], row=self.row[:n], at=self.at[:n])
-
-
-def in_stream_order(
-    order: SourceOrder,
-    command: Read,
-    files: list[np.ndarray],
-    rows: list[np.ndarray],
-    ats: list[np.ndarray],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return key, file, row and table position of rows from the cursor on, in stream order."""
-    if len(rows) == 1:  # rows of one file, in ascending order
-        (file,), (row,), (at,) = files, rows, ats
-        key = order.row_keys(command.epoch, file, row)
-        if not order.shuffle and command.after is None:
-            return key, file, row, at
-        positions = np.argsort(key, kind="stable")
-    else:
-        file, row, at = np.concatenate(files), np.concatenate(rows), np.concatenate(ats)
-        key = order.row_keys(command.epoch, file, row)
-        positions = np.argsort(key)  # several times faster than lexsort
-        ascending = key[positions]
-        if (ascending[1:] == ascending[:-1]).any():
-            positions = np.lexsort((row, file, key))
-    if command.after is not None:
-        positions = positions[
-            at_or_after(
-                key[positions], file[positions], row[positions], command.after, order, command.epoch
-            )
-        ]
-    return key[positions], file[positions], row[positions], at[positions]
 
 
 def sample_block(
@@ -153,37 +114,6 @@ def by_window(
         last = k == len(rows) - 2
         windows.append((WindowReady(n, over if last else ()), BlockReady(samples, n, nbytes)))
     return windows
-
-
-def next_read(
-    command: Read, over: tuple[int, ...], windows: int, coming: deque[GroupShare]
-) -> Read | None:
-    """Return the read of the window after those of a command; None at the last known group."""
-    if chunks := tuple(c for c in command.chunks if c not in over):
-        at = command.epoch, command.group, command.window + windows
-        return Read(command.loader, *at, chunks)
-    while coming:
-        if (share := coming.popleft()).chunks:
-            return Read(command.loader, share.epoch, share.group, 0, share.chunks)
-    return None
-
-
-def at_or_after(
-    key: np.ndarray,
-    file: np.ndarray,
-    row: np.ndarray,
-    after: Cursor,
-    order: SourceOrder,
-    epoch: int,
-) -> np.ndarray:
-    """Return a mask of the ordered rows at or after the cursor.
-
-    The cursor's own row is included, since pieces of it may not be drawn yet.
-    """
-    limit = order.row_keys(epoch, np.array([after.file]), np.array([after.row]))[0]
-    return (key > limit) | (
-        (key == limit) & ((file > after.file) | ((file == after.file) & (row >= after.row)))
-    )
 
 
 def long_documents(

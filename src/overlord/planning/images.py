@@ -15,7 +15,7 @@ from overlord.plan.module_ranks import OUTSIDE, bucket_by_rank
 from overlord.plan.plan import LoadingPlan
 from overlord.plan.routes import Routes
 from overlord.planning.balance.groups import nested
-from overlord.planning.balance.problem import ItemPlacement, PackingProblem
+from overlord.planning.balance.placement import ItemPlacement, PackingProblem
 from overlord.sample import Buffer, Ragged, ranges
 
 # ----------------------------------------------------------------------------

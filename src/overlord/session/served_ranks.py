@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from overlord.client.client import State, StepQueue
-from overlord.client.local_queue import LocalStepQueue
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.messages.control import EncodedState, PlannedStep, SentReport
 from overlord.serving.control_server import RemoteClient, WorkerServedQueue
 from overlord.serving.session_api import position
 from overlord.serving.session_server import ServedAddress, SessionServer
 from overlord.serving.step_publisher import MOVED, PublishedQueue
+from overlord.session.local_runtime import LocalStepQueue
 from overlord.session.rewind import not_in_mesh, rewind_rank
 from overlord.session.running_job import RunningJob
 from overlord.session.runtime import Runtime

@@ -476,11 +476,15 @@ def _bound(job: Job, indexes: list[Index], added: tuple[str, ...] = ()) -> Job:
 
 
 def schedule_of(job: Job, added: tuple[str, ...] = ()) -> Any:
-    """Return the job's mixture for one planner: fixed weights by name, or a schedule.
+    """Return the job's mixture for one planner: fixed weights by name, or a schedule."""
+    return copied_schedule(job_schedule(job, added))
 
-    A schedule is copied, since its state changes as it learns.
+
+def copied_schedule(schedule: Any) -> Any:
+    """Return a copy of a mixture for one planner: a schedule has a state, which it changes.
+
+    Raise ``JobError`` if it cannot be copied.
     """
-    schedule = job_schedule(job, added)
     try:
         return copy.deepcopy(schedule)
     except Exception as e:

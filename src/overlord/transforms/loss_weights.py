@@ -13,14 +13,12 @@ import pyarrow.types as pt
 from overlord.content import ones_like
 from overlord.sample import Ragged
 from overlord.sources.tables import arrow_of, is_mixed, numpy_of
-from overlord.transforms.base import Tokens
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
     RowFrame,
     Unfit,
     add_faults,
-    check_ids,
     column,
     each_type,
     kind_of,
@@ -145,15 +143,10 @@ def runs_of(weights: Ragged) -> Ragged:
     return Ragged(runs.reshape(-1), 2 * np.searchsorted(start, offsets))
 
 
-def use_ids(frame: RowFrame, t: Tokens) -> None:
-    """Use the ids of a column, and the weights of another if the transform names one."""
-    check_ids(frame.table, t.column)
-    if t.column != IDS:
-        frame.put(IDS, frame.table.column(t.column))
-    if t.loss is None:
-        return
-    assert isinstance(t.loss, str), "two columns of weights belong to a Pair"
-    weights, bad = read_weights(frame.table, t.loss)
+def use_weights(frame: RowFrame, name: object) -> None:
+    """Use the weights of a column for the ids of the rows."""
+    assert isinstance(name, str), "two columns of weights belong to a Pair"
+    weights, bad = read_weights(frame.table, name)
     frame.table = put_weights(frame.table, weights)
     frame.drop(bad)
     if frame.table.num_rows and (kept := weights_of(frame.table)) is not None:

@@ -79,7 +79,7 @@ from overlord.transforms.loss_weights import (
     runs_of,
     stored,
     unequal_weights,
-    use_ids,
+    use_weights,
     weights_of,
 )
 from overlord.transforms.requirements import (
@@ -330,7 +330,7 @@ class Pipeline:
         try:
             for t in self.transforms:
                 assert isinstance(t, Tokens)
-                use_ids(frame, t)
+                _use_ids(frame, t)
             ids, bad = read_ids(frame.table, IDS)
         except Unfit:
             return None
@@ -493,15 +493,10 @@ class Pipeline:
             assert self._encoders is not None
             self._encoders.run(position, frame)
         elif isinstance(t, Tokens):
-            use_ids(frame, t)
+            _use_ids(frame, t)
         elif isinstance(t, Select):
-            select_columns(
-                frame,
-                t.columns,
-                made=[IDS]
-                if any(isinstance(p, ID_TRANSFORMS) for p in self.transforms[:position])
-                else [],
-            )
+            made = any(isinstance(p, ID_TRANSFORMS) for p in self.transforms[:position])
+            select_columns(frame, t.columns, made=[IDS] if made else [])
         elif isinstance(t, Images):
             run_images(frame, t, context=self.context, on_long=self.on_long)
         elif isinstance(t, Meta):
@@ -594,3 +589,12 @@ def _rebuild(
     )
     pipeline.check_tokenizers(contents)
     return pipeline
+
+
+def _use_ids(frame: RowFrame, t: Tokens) -> None:
+    """Use the ids of a column, and the weights of another if the transform names one."""
+    check_ids(frame.table, t.column)
+    if t.column != IDS:
+        frame.put(IDS, frame.table.column(t.column))
+    if t.loss is not None:
+        use_weights(frame, t.loss)

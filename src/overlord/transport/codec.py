@@ -210,6 +210,7 @@ class _Kind:
     """A registered class of records: field names, layout checksum and decoders."""
 
     cls: type
+    make: Callable[..., Any]
     names: tuple[str, ...]
     layout: int  # checksum of the names
     fields: tuple[_Field, ...]
@@ -259,6 +260,7 @@ def register(cls: T) -> T:
     )
     kind = _Kind(
         cls=cls,
+        make=_maker(cls),
         names=names,
         layout=zlib.crc32(",".join(names).encode()),
         fields=found,
@@ -267,6 +269,22 @@ def register(cls: T) -> T:
     KINDS[cls.__name__] = kind
     PACKERS[cls] = _packer(kind, [packer_for(hints[n]) for n in names])
     return cls
+
+
+def _maker(cls: type) -> Callable[..., Any]:
+    """Return the constructor of a class, without the check of its arguments' names, if it has one.
+
+    The checksum of a received record is that of its names.
+    """
+    if (init := getattr(cls.__init__, "__wrapped__", None)) is None:  # type: ignore[misc]
+        return cls
+
+    def make(*values: Any, **named: Any) -> Any:
+        record: Any = object.__new__(cls)
+        init(record, *values, **named)
+        return record
+
+    return make
 
 
 def _annotation_text(annotation: Any) -> str:
@@ -325,9 +343,9 @@ def _open_record(tree: list[Any], columns: list[np.ndarray], depth: int) -> Any:
         raise e.inside(f".{kind.names[len(values)]}") from None
     try:
         return (
-            kind.cls(**dict(zip(kind.names, values, strict=True)))
+            kind.make(**dict(zip(kind.names, values, strict=True)))
             if kind.by_name
-            else kind.cls(*values)
+            else kind.make(*values)
         )
     except Exception as e:
         raise Refused(

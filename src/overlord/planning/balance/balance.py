@@ -28,7 +28,7 @@ import numpy as np
 from overlord.checks import is_int
 from overlord.errors import PlanError
 from overlord.plan.plan import ROUNDING
-from overlord.planning.balance import placement
+from overlord.planning.balance import placement, stream_order
 from overlord.planning.balance.methods import (
     METHODS,
     BalanceFn,
@@ -40,7 +40,7 @@ from overlord.planning.balance.methods import (
     register_balance,
     zigzag,
 )
-from overlord.planning.balance.problem import ItemPlacement, PackingProblem
+from overlord.planning.balance.placement import ItemPlacement, PackingProblem
 
 __all__ = [
     "LEVELS",
@@ -109,14 +109,14 @@ def _in_memory(
 def _place(p: PackingProblem, level: str, objective: str, keep_order: bool) -> ItemPlacement:
     if keep_order:
         return (
-            placement.first(p, (placement.in_runs,))
+            placement.first(p, (stream_order.in_runs,))
             if p.substep is None
-            else placement.by_substep(p)
+            else stream_order.by_substep(p)
         )
     if p.method == "none" or (level == "inter" and objective == "iteration"):
-        return placement.arrival_inside(p, placement.buckets(p, 0))
+        return stream_order.arrival_inside(p, placement.buckets(p, 0))
     if level == "inter":
-        return placement.first(p, (placement.whole, placement.in_runs))
+        return placement.first(p, (placement.whole, stream_order.in_runs))
     if level == "intra":
         return placement.first(p, (placement.inside_round_robin,))
     if p.method != "greedy" and (own := _by_method(p, level, objective)) is not None:

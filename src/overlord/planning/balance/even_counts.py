@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from overlord.planning.balance.binpack import by_falling
-from overlord.planning.balance.problem import ItemPlacement
+from overlord.planning.balance.placement import ItemPlacement
 
 
 def even_counts(

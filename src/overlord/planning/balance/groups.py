@@ -16,7 +16,7 @@ from overlord.planning.balance.binpack import NOWHERE
 from overlord.planning.balance.methods import bins_by, fits
 
 if TYPE_CHECKING:
-    from overlord.planning.balance.problem import PackingProblem
+    from overlord.planning.balance.placement import PackingProblem
 
 # methods that level costs; others deal items out by count, or are a user's
 LEVELLING = ("greedy", "karmarkar_karp")

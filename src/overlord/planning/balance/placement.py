@@ -7,18 +7,17 @@ the other. Best fit levels nothing and packs tightly. ``balance.place`` chooses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from overlord.hashing import order_by_key
 from overlord.planning.balance import binpack
-from overlord.planning.balance.binpack import NOWHERE, cut_inside, even_marks, none_empty, spread
+from overlord.planning.balance.binpack import NOWHERE, spread
 from overlord.planning.balance.groups import by_groups, nested, rows_by
 from overlord.planning.balance.local_search import even_out
 from overlord.planning.balance.methods import bins_by, fits, loads_of, none
-from overlord.planning.balance.problem import ItemPlacement, PackingProblem
 
 LEVEL = 1.0005  # factor on the lower bound at which the local search stops
 NEAR = 4  # microbatches above the least number that are tried one by one
@@ -27,6 +26,80 @@ MUCH = 1 << 25
 # items above which a step that is more than 99 % full gets one microbatch more: searching for a
 # packing would cost more
 MANY = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ItemPlacement:
+    """The bucket and microbatch of every item, and the name of the placement algorithm."""
+
+    bucket: np.ndarray  # int32
+    microbatch: np.ndarray  # int32
+    n_microbatches: int
+    algorithm: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackingProblem:
+    """Items to place into ``n_buckets`` x M bins of ``capacity``.
+
+    M, the number of microbatches, is at least ``microbatches`` and grows until all items fit.
+    """
+
+    costs: np.ndarray  # float64, none negative
+    sizes: np.ndarray  # int64
+    n_buckets: int
+    microbatches: int = 1
+    capacity: int = 0  # 0: none, then M never grows
+    group_size: int | None = None
+    method: str = "greedy"
+    # float64: a second size of every item, against memory_capacity
+    memory: np.ndarray | None = None
+    memory_capacity: float = 0.0
+    # sub-draw of every item, rising: keep_order keeps it together
+    substep: np.ndarray | None = None
+    # if M grows anyway, one more microbatch than needed is allowed if it levels the ranks
+    spare: bool = True
+    count_multiple: int = 1  # M is a multiple of this number
+    chunk: np.ndarray | None = None  # chunk of every item, rising: chunks are placed whole
+
+    def counted(self, m: int) -> int:
+        """Return the smallest number of microbatches of at least ``m`` that is allowed."""
+        return -(-m // self.count_multiple) * self.count_multiple
+
+    def least_microbatches(self) -> int:
+        """Return a lower bound of the number of microbatches, at least ``microbatches``.
+
+        All tokens must fit, and items above half the capacity share no bin.
+        """
+        if not self.capacity or not len(self.sizes):
+            return self.microbatches
+        by_tokens = -(-int(self.sizes.sum()) // (self.n_buckets * self.capacity))
+        by_large = -(-int((2 * self.sizes > self.capacity).sum()) // self.n_buckets)
+        return max(self.microbatches, by_tokens, by_large)
+
+    def of_chunks(self) -> PackingProblem:
+        """Return the problem whose items are the chunks."""
+        if self.chunk is None:
+            return self
+        n = int(self.chunk[-1]) + 1 if len(self.chunk) else 0
+        costs, sizes, memory = (
+            None if column is None else np.bincount(self.chunk, weights=column, minlength=n)
+            for column in (self.costs, self.sizes, self.memory)
+        )
+        assert costs is not None
+        assert sizes is not None
+        return replace(self, costs=costs, sizes=sizes.astype(np.int64), memory=memory, chunk=None)
+
+    def may_add(self, m: int) -> bool:
+        """Return whether one microbatch more than the ``m`` needed is allowed, to level the ranks.
+
+        It is not allowed if the items fit into the requested number of microbatches.
+        """
+        return self.spare and self.capacity > 0 and m > self.microbatches
+
+    def bound(self) -> float:
+        """Return a lower bound of the heaviest bucket: the mean or the most expensive item."""
+        return max(binpack.total(self.costs) / self.n_buckets, float(self.costs.max(initial=0.0)))
 
 
 Way = Callable[[PackingProblem, int], ItemPlacement | None]
@@ -157,87 +230,7 @@ def inside_round_robin(p: PackingProblem, m: int) -> ItemPlacement | None:
     )
 
 
-def arrival_inside(p: PackingProblem, bucket: np.ndarray) -> ItemPlacement:
-    """Keep stream order in every bucket, divided evenly into microbatches.
-
-    The division is by count with method ``none``, else by size.
-    """
-    needed = (
-        int(binpack.next_fit_inside(bucket, p.sizes, p.n_buckets, p.capacity).max(initial=0)) + 1
-        if p.capacity
-        else 1
-    )
-    m = max(p.microbatches, needed)
-    microbatch = cut_inside(
-        bucket,
-        p.sizes,
-        n_parents=p.n_buckets,
-        n_bins=m,
-        capacity=p.capacity,
-        by_count=p.method == "none",
-    )
-    return ItemPlacement(
-        bucket=bucket, microbatch=microbatch, n_microbatches=m, algorithm="arrival order inside"
-    )
-
-
-def runs(p: PackingProblem, m: int) -> np.ndarray:
-    """Return the run of every item, if the stream is divided into m runs of about equal size.
-
-    Each run has an item for every bucket if there are enough.
-    """
-    marks = even_marks(p.sizes, np.array([len(p.sizes)]), m, by_count=False, least=p.n_buckets)
-    return np.repeat(np.arange(m, dtype=np.int32), np.diff(marks[0]))
-
-
-def in_runs(p: PackingProblem, m: int) -> ItemPlacement | None:
-    """Use the k-th run of the stream as microbatch k of all buckets; only buckets are chosen."""
-    return _deal_indices(p, runs(p, m), m, "runs of the stream")
-
-
-def by_substep(p: PackingProblem) -> ItemPlacement:
-    """Use each sub-draw as the next microbatch of all buckets.
-
-    A sub-draw that does not fit into one takes as many microbatches as it needs.
-    """
-    assert p.substep is not None
-    n = max(p.microbatches, int(p.substep.max(initial=0)) + 1)
-    slot, done = np.zeros(len(p.costs), np.int32), 0
-    for rows in rows_by(p.substep, n):
-        part = PackingProblem(
-            costs=p.costs[rows],
-            sizes=p.sizes[rows],
-            n_buckets=p.n_buckets,
-            capacity=p.capacity,
-            method=p.method,
-        )
-        found = first(part, (in_runs,))
-        slot[rows], done = done + found.microbatch, done + found.n_microbatches
-    placed = _deal_indices(p, slot, done, "sub-draws")
-    assert placed is not None, "the same methods packed every part before"
-    return placed
-
-
-def _deal_indices(
-    p: PackingProblem, slot: np.ndarray, m: int, algorithm: str
-) -> ItemPlacement | None:
-    """Balance the items of every index (``slot``) over the buckets; None if one does not fit.
-
-    The heaviest bin of an index goes to the bucket with the lowest total so far.
-    """
-    bins = np.empty(len(slot), np.int64)
-    for k, rows in enumerate(rows_by(slot, m)):
-        if (found := _packed(p, rows)) is None:
-            return None
-        bins[rows] = found + k * p.n_buckets
-    bins = none_empty(bins, p.costs, m, p.n_buckets)
-    bucket_of, _ = _assign_buckets(loads_of(bins, p.costs, m * p.n_buckets).reshape(m, p.n_buckets))
-    return ItemPlacement(
-        bucket=bucket_of[bins], microbatch=slot, n_microbatches=m, algorithm=algorithm
-    )
-
-
-def _assign_buckets(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def assign_buckets(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (bucket of every bin, total of every bucket) for loads by [index, bin].
 
     In each index, the heavier a bin, the lighter the bucket that gets it.
@@ -251,22 +244,6 @@ def _assign_buckets(loads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         number[by_load] = poorest
         total[poorest] += row
     return bucket_of.reshape(-1), total
-
-
-def _packed(p: PackingProblem, rows: np.ndarray) -> np.ndarray | None:
-    """Return the bucket of each of these items in one microbatch; None if they do not fit.
-
-    The method is tried first, then greedy, then best fit.
-    """
-    costs, sizes = p.costs[rows], p.sizes[rows]
-    tries: Sequence[Callable[[], np.ndarray]] = (
-        lambda: bins_by(p.method, costs, p.n_buckets, p.capacity, sizes),
-        lambda: bins_by("greedy", costs, p.n_buckets, p.capacity, sizes),
-        lambda: binpack.best_fit(sizes, p.n_buckets, p.capacity),
-    )
-    return next(
-        (bins for attempt in tries if fits(bins := attempt(), sizes, p.n_buckets, p.capacity)), None
-    )
 
 
 class SortedItems:
@@ -401,7 +378,7 @@ def _with_totals(p: PackingProblem, m: int) -> ItemPlacement | None:
         return None
     k, bins = filled.indices, filled.bins.copy()
     placed = np.flatnonzero(bins >= 0)
-    bucket_of, total = _assign_buckets(loads_of(bins[placed], p.costs[placed], n * k).reshape(k, n))
+    bucket_of, total = assign_buckets(loads_of(bins[placed], p.costs[placed], n * k).reshape(k, n))
     bins[placed] = bins[placed] // n * n + bucket_of[bins[placed]]
     start = np.tile(total / max(1, m - k), m - k)
     bins = _with_the_rest(p, m, replace(filled, bins=bins), start, by_cost=items.by_cost)
@@ -526,7 +503,7 @@ def _arrange(
     loads = loads_of(bins, p.costs, n * m)
     order = binpack.by_falling(loads)
     bucket_of, index_of = np.empty(n * m, np.int32), np.empty(n * m, np.int32)
-    bucket_of[order] = _assign_buckets(loads[order].reshape(m, n))[0]
+    bucket_of[order] = assign_buckets(loads[order].reshape(m, n))[0]
     index_of[order] = np.repeat(np.arange(m, dtype=np.int32), n)
     if once:
         bucket_of = even_out(bucket_of, loads, n, LEVEL * p.bound(), moves=False)
