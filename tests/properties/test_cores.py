@@ -22,6 +22,7 @@ from overlord.constructor.assembler import Assembler
 from overlord.job.job import UNIT
 from overlord.loader.loader import Loader
 from overlord.loader.reader import SourceReader
+from overlord.loader.samples import SourceOrder
 from overlord.messages.control import (
     Attach,
     Consumed,
@@ -412,7 +413,12 @@ def test_loaders_restored_at_any_cursor_announce_what_stands_behind_it(
 
 def test_rows_of_equal_keys_are_told_apart_by_file_and_row() -> None:
     """Keys are hashes: two rows of one window may share one, if once in a lifetime."""
-    order: Any = SimpleNamespace(row_keys=lambda epoch, file, row: np.zeros(len(file), np.uint64))
+
+    class EqualKeys(SourceOrder):
+        def row_keys(self, epoch: int, file: np.ndarray, row: np.ndarray) -> np.ndarray:
+            return np.zeros(len(file), np.uint64)
+
+    order = EqualKeys(name="web", n_chunks=1, seed=0, shuffle=True, shuffle_chunks=1)
     file, row = np.array([0, 1, 1, 1, 2]), np.array([9, 3, 4, 5, 0])
     behind = order.at_or_after(np.zeros(5, np.uint64), file, row, Cursor(file=1, row=4, part=0), 0)
     assert behind.tolist() == [False, False, True, True, True]
