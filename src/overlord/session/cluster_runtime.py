@@ -11,29 +11,21 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from overlord.client.launched_queue import LaunchedStepQueue
 from overlord.client.remote_queue import RemoteStepQueue
 from overlord.client.sent_reports import KnownReports, ReportSender
-from overlord.cluster.coordinator_actor import Counted
 from overlord.cluster.launched_workers import START_S
 from overlord.cluster.launcher import COORDINATOR_NAME, Launcher
 from overlord.cluster.status import recovery_rows
 from overlord.concurrency.event_loop import EventLoop
+from overlord.constructor.build import BucketBatch
 from overlord.errors import ActorLost, DataStall, JobError, OverlordError
 from overlord.journal.write_ahead import UNWRITTEN, JournalStart
-from overlord.messages.control import (
-    EncodedState,
-    EndOfJob,
-    PlannedStep,
-    SentReport,
-    SourceLost,
-    StreamState,
-)
+from overlord.messages.control import EndOfJob, Report, SentReport, SourceLost, StreamState
+from overlord.messages.data import StepInfo
 from overlord.messages.launcher import (
     EventApplied,
     JobFailed,
@@ -44,9 +36,14 @@ from overlord.messages.launcher import (
     StepPlanned,
     WorkerRecovered,
 )
-from overlord.planning.spec import NewSource, Quarantined
+from overlord.planning.spec import NewSource
 from overlord.rpc.actors import ActorSystem
-from overlord.sample import Buffer
+from overlord.session.coordinator_client import (
+    CoordinatorClient,
+    PlannedSummary,
+    RemotePlans,
+    StepNumber,
+)
 from overlord.session.events import UnansweredEvents
 from overlord.setup.prepared_job import PreparedJob
 
@@ -58,103 +55,93 @@ ADDRESS_S = 0.8  # seconds for a constructor's address: a client waits one, and 
 TAKEN_S = 2.0  # seconds for a constructor worker to return the last step of a rank
 
 
-class RemotePlans:
-    """The recent plans of the coordinator, fetched on demand."""
+class LaunchedStepQueue:
+    """The queue of one client in this process: a ``RemoteStepQueue`` that connects when it is read.
 
-    def __init__(self, launcher: Launcher):
-        self._launcher = launcher
-
-    def of(self, step: int) -> list[PlannedStep]:
-        """Return the kept plans of one step, without fetching all plans, which may be large."""
-        stages: list[PlannedStep] = self._launcher.ask("stages", step)
-        return stages
-
-    def steps(self) -> list[int]:
-        steps: list[int] = self._launcher.ask("steps")
-        return steps
-
-    def __iter__(self) -> Iterator[PlannedStep]:
-        stages: list[PlannedStep] = self._launcher.ask("stages")
-        return iter(stages)
-
-
-class SourceNames(NamedTuple):
-    """The fields of the planner's spec that a session reads."""
-
-    names: tuple[str, ...]
-
-
-class StepNumber(NamedTuple):
-    """The fields of a plan that the server of a session reads."""
-
-    step: int
-
-
-class CoordinatorClient:
-    """The part of a remote planner's interface that a session uses.
-
-    Only the end of the job and the quarantined rows are stored in this process.
+    ``where`` returns address and token of the constructor. ``siblings``: a shared list of the
+    queues of all ranks of this process, which reconnect each other.
     """
 
-    def __init__(self, launcher: Launcher):
-        self._launcher = launcher
-        self.finished: EndOfJob | None = None
-        self.listed: dict[Quarantined, None] = {}
-        self.spoiled: dict[Quarantined, None] = {}
+    def __init__(
+        self,
+        rank: int,
+        where: Callable[[], tuple[str, str]],
+        *,
+        next_step: int,
+        generation: int,
+        prefetch: int,
+        sender: ReportSender,
+        siblings: list[RemoteStepQueue],
+    ):
+        self._rank, self._where, self._next, self._generation, self._prefetch = (
+            rank,
+            where,
+            next_step,
+            generation,
+            prefetch,
+        )
+        self._sender = sender
+        self._remote: RemoteStepQueue | None = None
+        self._over: BaseException | None = None
+        self._siblings = siblings
+
+    def get(self, timeout_s: float) -> tuple[StepInfo, BucketBatch] | None:
+        if self._over is not None:
+            raise self._over
+        return self._connected().get(timeout_s)
+
+    def _connected(self) -> RemoteStepQueue:
+        """Return the connected queue; connect at the first call, since the address may change."""
+        if self._remote is None:
+            self._remote = RemoteStepQueue(
+                rank=self._rank,
+                address="",
+                token="",
+                where=lambda generation: self._where(),
+                next_step=self._next,
+                generation=self._generation,
+                prefetch=self._prefetch,
+                sender=self._sender,
+                siblings=lambda queue: list(self._siblings),
+            )
+            self._siblings.append(self._remote)
+            if self._over is not None:  # another thread ended the queue meanwhile
+                self._remote.end(self._over)
+        return self._remote
 
     @property
-    def spec(self) -> SourceNames:
-        return SourceNames(tuple(self._launcher.prepared.job.names))
+    def connection_problem(self) -> str:
+        """A description of the fault of the connection; empty while the connection works."""
+        return "" if self._remote is None else self._remote.connection_problem
 
-    @property
-    def ledger(self) -> CoordinatorClient:
-        """This object, since it has the method ``bad_rows`` of a ledger."""
-        return self
+    def ack(self, step: int) -> None:
+        if self._remote is not None:
+            self._remote.ack(step)
 
-    def bad_rows(self) -> list[Quarantined]:
-        """Return the bad rows that this coordinator and earlier ones have listed.
+    def report(self, report: Report, in_time: bool) -> None:
+        if self._remote is not None:
+            self._remote.report(report, in_time)
+        else:  # of a loaded state: it is sent once the queue is connected
+            self._sender.add(report, in_time)
 
-        If no coordinator runs any more, return those that were recorded here.
-        """
-        try:
-            rows: list[Quarantined] = self._launcher.ask("bad_rows")
-        except ActorLost:  # the coordinator is not restarted
-            rows = []
-        now = set(rows)
-        before = [row for row in self.listed if row not in now]
-        return [*before, *rows] + [row for row in self.spoiled if row not in now]
+    def reports(self) -> tuple[SentReport, ...]:
+        return self._sender.kept()
 
-    @property
-    def open_step(self) -> int:
-        return int(self._launcher.ask("open_step"))
+    def put(self, info: StepInfo, bucket: BucketBatch) -> None:
+        raise OverlordError(
+            f"rank {self._rank}: expected steps from its constructor worker, got a step from this "
+            "process; this is a bug: report it"
+        )
 
-    @property
-    def next_step(self) -> int:
-        return self.state().step
+    def end(self, error: BaseException | None, *, drop: bool = False) -> None:
+        self._over = error
+        if self._remote is not None:
+            with contextlib.suppress(ValueError):
+                self._siblings.remove(self._remote)
+            self._remote.end(error, drop=drop)
 
-    def state(self) -> StreamState:
-        state: StreamState = self._launcher.ask("state")
-        return state
-
-    def refuse_planned(self, step: int) -> None:
-        self._launcher.ask("refuse_planned", step)
-
-    def summary_buffer(self) -> Buffer:
-        buffer: Buffer = self._launcher.ask("summary_buffer")
-        return buffer
-
-    def counted(self) -> Counted:
-        counted: Counted = self._launcher.ask("counted")
-        return counted
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSummary:
-    """The fields of a planned step that the server of a session uses."""
-
-    plan: StepNumber
-    after: StreamState | EncodedState
-    skipped: bool
+    def __len__(self) -> int:
+        return 0 if self._remote is None else len(self._remote)
 
 
 class ClusterRuntime:

@@ -27,7 +27,7 @@ from overlord.setup.prepared_job import PreparedJob
 
 if TYPE_CHECKING:
     from overlord.cluster.coordinator_actor import Counted
-    from overlord.session.cluster_runtime import CoordinatorClient, RemotePlans
+    from overlord.session.coordinator_client import CoordinatorClient, RemotePlans
 
 NODE_OPTIONS = (
     "rank_nodes",

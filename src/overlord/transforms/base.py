@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from overlord.content import Items
 
 
+IDS = "tokens"  # the column of the ids after Tokenize or Tokens
 RESERVED_META = ("tokens", "bytes", LOSS_WEIGHTS, LOSS_RUNS)  # metadata that the package reports
 
 

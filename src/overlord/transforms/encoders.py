@@ -12,7 +12,7 @@ import pyarrow.types as pt
 
 from overlord.sample import Ragged
 from overlord.sources.tables import is_mixed, numpy_of
-from overlord.transforms.base import Transform
+from overlord.transforms.base import IDS, Transform
 from overlord.transforms.chat import Chat
 from overlord.transforms.chat_encoder import ChatEncoder, build_chat_encoder, check_chat_content
 from overlord.transforms.columns import (
@@ -32,7 +32,6 @@ from overlord.transforms.fill_in_middle import (
     check_order,
 )
 from overlord.transforms.loss_weights import put_weights
-from overlord.transforms.requirements import IDS
 from overlord.transforms.tokenize import Encoder, Tokenize, build_encoder, check_content
 from overlord.transforms.user_functions import error_text
 

@@ -18,7 +18,7 @@ from overlord.content import ones_like
 from overlord.documents import LENGTHS, PROMPTS
 from overlord.sample import Column, Ragged, ranges
 from overlord.sources.tables import column_of, is_mixed
-from overlord.transforms.base import Tokens
+from overlord.transforms.base import IDS, Tokens
 from overlord.transforms.chat import Chat
 from overlord.transforms.chat_encoder import ChatEncoder
 from overlord.transforms.columns import (
@@ -42,7 +42,6 @@ from overlord.transforms.columns import (
 from overlord.transforms.document_groups import Group, GroupedIds, Pair
 from overlord.transforms.encoders import check_messages, check_tools, encoded_chats, encoded_texts
 from overlord.transforms.loss_weights import check_weights, put_weights, read_weights
-from overlord.transforms.requirements import IDS
 from overlord.transforms.tokenize import Encoder
 
 # A reader returns the values of a column, one for each row, and the rows that cannot be read.

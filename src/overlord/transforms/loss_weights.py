@@ -13,6 +13,7 @@ import pyarrow.types as pt
 from overlord.content import ones_like
 from overlord.sample import Ragged
 from overlord.sources.tables import arrow_of, is_mixed, numpy_of
+from overlord.transforms.base import IDS
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
@@ -26,7 +27,6 @@ from overlord.transforms.columns import (
     null_rows,
     read_ids,
 )
-from overlord.transforms.requirements import IDS
 
 # Internal column of the weights, between the stages of a pipeline: lists of float32.
 WEIGHTS = HIDDEN + "\x1fweights"

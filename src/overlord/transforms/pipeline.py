@@ -27,6 +27,7 @@ from overlord.hashing import digest, key64, keyed_hash
 from overlord.sample import LOSS_RUNS, LOSS_WEIGHTS, Column, Ragged
 from overlord.sources.tables import arrow_of, is_mixed
 from overlord.transforms.base import (
+    IDS,
     Block,
     Filter,
     Map,
@@ -39,7 +40,6 @@ from overlord.transforms.base import (
     empty_block,
 )
 from overlord.transforms.chat import Chat
-from overlord.transforms.column_checks import column_checks, named_reason
 from overlord.transforms.columns import (
     HIDDEN,
     Bad,
@@ -84,13 +84,14 @@ from overlord.transforms.loss_weights import (
 )
 from overlord.transforms.requirements import (
     ID_TRANSFORMS,
-    IDS,
     NO_IDS,
     check_map,
+    column_checks,
     describes,
     has_weights,
     id_columns,
     lengths_suffice,
+    named_reason,
     raw_columns,
     refused_columns,
 )
@@ -472,8 +473,6 @@ class Pipeline:
 
     def _refuse(self, t: Transform, problem: str, remedy: str = "") -> NoReturn:
         raise TransformError(self.source, repr(t), problem, remedy)
-
-    # Execution of one transform.
 
     def _run(self, position: int, frame: RowFrame, ids: RowIds | None) -> None:
         t = self.transforms[position]

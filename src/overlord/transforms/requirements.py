@@ -1,20 +1,24 @@
-"""The columns that the transforms of a source need, and those that are refused."""
+"""The columns that the transforms of a source need, their checks, and those that are refused."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from overlord.errors import TransformError
-from overlord.transforms.base import Map, Meta, Select, Tokens, Transform
+from overlord.transforms.base import IDS, Map, Meta, Select, Tokens, Transform
 from overlord.transforms.chat import Chat
+from overlord.transforms.columns import Check, check_ids, check_meta, check_texts
 from overlord.transforms.document_groups import GroupedIds
+from overlord.transforms.encoders import check_messages, check_tools
+from overlord.transforms.grouped_rows import checks_of
+from overlord.transforms.image_rows import check_images
 from overlord.transforms.images import Images
+from overlord.transforms.loss_weights import check_weights
 from overlord.transforms.tokenize import Tokenize
 
 # ----------------------------------------------------------------------------
 # Columns that the transforms of a source read, and combinations of transforms that cannot work.
 
-IDS = "tokens"  # the column of the ids after Tokenize or Tokens
 ID_TRANSFORMS = (Tokenize, Tokens, Chat, GroupedIds)  # transforms that make token ids
 NO_IDS = (
     "add Tokenize(...) or Tokens(column=...) to the transforms, or let the last Map return 'tokens'"
@@ -200,3 +204,32 @@ def _names(columns: str | tuple[str, ...]) -> tuple[str, ...]:
 
 def _later(transforms: Sequence[Transform], position: int, *kinds: type) -> bool:
     return any(isinstance(other, kinds) for other in transforms[position + 1 :])
+
+
+# ----------------------------------------------------------------------------
+# The check of each column that a transform reads.
+
+_CHECKS: dict[type, Check] = {
+    Tokenize: check_texts,
+    Tokens: check_ids,
+    Images: check_images,
+    Meta: check_meta,
+}
+
+
+def column_checks(t: Transform) -> list[tuple[str, Check]]:
+    """Return the columns that a transform reads, with the check of each."""
+    if isinstance(t, GroupedIds):
+        return checks_of(t)
+    if isinstance(t, Chat):
+        tools = [(t.tools, check_tools)] if isinstance(t.tools, str) else []
+        return [(t.messages, check_messages), *tools]
+    if (check := _CHECKS.get(type(t))) is None:
+        return []
+    weights = t.loss if isinstance(t, Tokens) else None  # of one column: Pair has two
+    return [(name, check_weights if name == weights else check) for name in used_columns(t)]
+
+
+def named_reason(t: Transform | None, reason: str) -> str:
+    """Return the reason of a refusal, with the transform that cannot read the values."""
+    return f"{t!r}: {reason}" if t else f"{reason}; {NO_IDS}"
