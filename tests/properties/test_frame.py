@@ -21,6 +21,7 @@ from hypothesis.extra import numpy as hnp
 from overlord import errors
 from overlord.errors import FrameError
 from overlord.mesh import AXES, Batch, ClientPlaceTree
+from overlord.messages.batches import Announcements, Refills
 from overlord.sample import Columns, Ragged
 from overlord.transport.codec import KINDS, decode, encode
 from overlord.transport.frame import DTYPES, PREFIX_BYTES, frame_bytes, pack, size_of, unpack
@@ -30,6 +31,22 @@ ENTRY = struct.Struct("<BB6sQQ8Q")
 NUMBERS = {int: (int, np.integer), float: (int, float, np.number), bool: (bool, np.bool_)}
 
 # values that can be sent
+
+
+def tables(columns: int) -> Any:
+    """Return a strategy of int64 tables with so many columns."""
+    return st.integers(0, 4).flatmap(lambda n: hnp.arrays(np.int64, (n, columns)))
+
+
+def announcements(counts: np.ndarray) -> Any:
+    """Return a strategy of joined announcements of so many samples each."""
+    column = st.sampled_from(DTYPES).flatmap(lambda d: hnp.arrays(d, int(counts.sum())))
+    table = hnp.arrays(np.int64, (len(counts), 8)).map(
+        lambda rows: np.column_stack([rows[:, :4], counts, rows[:, 5:]])
+    )
+    meta = st.dictionaries(texts, column, max_size=3)
+    return st.builds(Announcements, table, column, column, column, column, meta)
+
 
 arrays = st.sampled_from(DTYPES).flatmap(
     lambda d: hnp.arrays(d, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4))
@@ -87,6 +104,10 @@ WORKER_RUNTIME: dict[Any, Any] = {
         order=st.permutations(AXES).map(tuple),
     ),
     Batch: st.builds(Batch, samples=st.integers(1, 99), context=st.integers(1, 99)),
+    Announcements: st.lists(st.integers(0, 3), max_size=3).flatmap(
+        lambda counts: announcements(np.array(counts, np.int64))
+    ),
+    Refills: tables(4).map(Refills),
 }
 
 

@@ -510,14 +510,14 @@ MUTANTS = (
         "forget what was said on replay",
         "changes that people made are not read from the journal",
         ((Recovered, "state", _lose_said),),
-        175,
+        323,
         _says_to_planner,
     ),
     Mutant(
         "take for heard what was only said",
         "a planner dies while it is told of a change, and the next one is not told of it",
         ((Launcher, "ask", _take_for_heard),),
-        509,
+        166,
         _says_to_planner,
     ),
     Mutant(

@@ -337,11 +337,12 @@ class CoordinatorActor:
         lost = has_losses(counts) and self._losses.newly_exceeding(counts)
         if lost or self._watched:
             after = stage.after if lost else encoded
-            self._events.put(StepPlanned(stage.plan.step, after, stage.skipped), hurry=False)
+            self._events.put(StepPlanned(stage.plan.step, after, stage.skipped))
 
     def _taken(self, rank: int, step: int) -> None:
         if self._watched:
-            self._events.put(StepAcked(rank, step), hurry=False)
+            # at once: a client that connects next continues from there
+            self._events.put(StepAcked(rank, step))
 
     # requests of the session
 

@@ -105,6 +105,9 @@ class MixedType(pa.ExtensionType):  # type: ignore[misc]
     def __arrow_ext_scalar_class__(self) -> type[MixedScalar]:
         return MixedScalar
 
+    def __hash__(self) -> int:  # types with this one inside are keys of caches
+        return hash(self.extension_name)
+
 
 MIXED = MixedType()
 pa.register_extension_type(MIXED)
