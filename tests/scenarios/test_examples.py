@@ -121,6 +121,8 @@ NEEDS = {
     "23_dpo.py": "torch",
     "24_evaluation.py": "torch",
 }
+# The source with a bad row, of which the example's job warns.
+BAD_ROWS = {"22_sft.py": "letters", "23_dpo.py": "prefs"}
 LONGER = (
     "08_",
     "12_",
@@ -160,7 +162,11 @@ def run(path: Path, tmp_path: Path, launcher: tuple[str, ...] = ()) -> str:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert launcher or done.stderr == ""
+    if (source := BAD_ROWS.get(path.name)) is None:
+        assert launcher or done.stderr == ""
+    else:
+        assert f"rows are quarantined and skipped: {source!r} 1, so far" in done.stderr
+        assert done.stderr.count("\n") == 1
     return done.stdout
 
 

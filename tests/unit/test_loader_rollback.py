@@ -19,6 +19,7 @@ from overlord.errors import StorageError
 from overlord.loader import samples
 from overlord.loader.loader import Loader
 from overlord.loader.samples import ReplayBuffer, SampleBuffer, SourceOrder
+from overlord.messages.batches import Announcements
 from overlord.messages.control import (
     ConnectConstructor,
     ConnectionLost,
@@ -582,7 +583,8 @@ class Told:
     def events(self, want: Callable[[list[Any]], bool]) -> list[Any]:
         got: list[Any] = []
         while not want(got):
-            got += self.host.events().result(20.0)
+            for event in self.host.events().result(20.0):
+                got += event.split() if isinstance(event, Announcements) else [event]
         return got
 
     def announced(self, n: int, generation: int = 0) -> list[Any]:
