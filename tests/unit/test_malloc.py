@@ -1,5 +1,5 @@
-"""A worker process uses freed memory for the next read and does not import pandas. Its threads
-have enough arenas.
+"""A worker process keeps no unused freed memory and does not import pandas. Its threads have enough
+arenas.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from overlord.process.resources import (
     arena_limit,
     chosen_by_user,
     cores,
-    keep_freed_memory,
     limit_arenas,
 )
 from overlord.rpc.peers import RpcServer
@@ -284,49 +283,3 @@ def test_a_trainer_keeps_its_arenas_where_everything_runs_in_its_process(
     )
     with ov.launch(job) as session:
         assert sum(1 for _ in session.client(0)) == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("MALLOC_TRIM_THRESHOLD_", "1000000"),
-        ("MALLOC_MMAP_THRESHOLD_", "1000000"),
-        ("GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.trim_threshold=3"),
-    ],
-)
-def test_thresholds_that_the_user_has_chosen_stay(
-    name: str, value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    assert not keep_freed_memory()
-
-
-FAULTS = """
-import resource
-import numpy as np
-from overlord.process.resources import keep_freed_memory
-
-assert {keep} is False or keep_freed_memory()
-for _ in range(2):
-    [np.ones(2**20, np.uint8) for _ in range(8)]
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(20):
-    [np.ones(2**20, np.uint8) for _ in range(8)]
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-@pytest.mark.skipif(not GNU, reason="needs the GNU C library")
-def test_a_worker_touches_the_memory_of_its_reads_once() -> None:
-    def faults(*, keep: bool) -> int:
-        code = FAULTS.replace("{keep}", str(keep))
-        found = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": str(SRC)},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return int(found.stdout)
-
-    assert faults(keep=True) * 10 < faults(keep=False)

@@ -144,7 +144,6 @@ class CoordinatorActor:
         rpc: RpcServer | None = None,
     ):
         config.registered.restore()
-        config.machine.prepare(1)
         self._config = config
         self._events = events or EventQueue(config.machine.now, quiet_s=PROGRESS_S)
         self._event_loop = event_loop or config.machine.event_loop("planner")

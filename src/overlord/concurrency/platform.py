@@ -14,7 +14,7 @@ from typing import Any
 
 from overlord.concurrency.event_loop import EventLoop, Executor, ThreadExecutor, ThreadQueue
 from overlord.process.exit import exit_now
-from overlord.process.resources import in_background, keep_freed_memory, limit_arenas, pss_bytes
+from overlord.process.resources import in_background, limit_arenas, pss_bytes
 from overlord.transport.address import HAS_SHARED_MEMORY, is_loopback, reachable
 from overlord.transport.connection import Connection, open_connection
 from overlord.transport.server import OnClose, OnMessage, OnOpen, Server
@@ -61,13 +61,12 @@ class Platform:
         }
 
     def prepare(self, workers: int, *, links: int = 0, background: bool = False) -> None:
-        """Configure memory allocation and time slices of a worker process.
+        """Configure malloc arenas and time slices of a worker process.
 
         ``workers``: threads that run concurrently. ``links``: connections with a thread each.
         ``background``: no caller waits for a single call of the worker.
         """
         limit_arenas(workers, links)
-        keep_freed_memory()
         if background:
             in_background()
 

@@ -106,13 +106,7 @@ def _lines(path: Path) -> list[str]:
 POOL = "ARROW_DEFAULT_MEMORY_POOL"  # read once, at the first use of Arrow
 ARENAS = "MALLOC_ARENA_MAX"
 TUNABLES, ARENAS_TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.arena_max"
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of <malloc.h>
-# Allocations above ``MAPPED`` bytes are mapped one by one, and the most that the library allows.
-# An arena returns memory to the system when ``KEPT`` bytes are free at its end: more than an arena
-# other than the first can have.
-MAPPED, KEPT = 2**25, 2**27
-KEPT_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-KEPT_TUNABLES = ("glibc.malloc.trim_threshold", "glibc.malloc.mmap_threshold")
+M_ARENA_MAX = -8  # of <malloc.h>
 # threads of a worker process that start after the limit is set: the event loop, the calls, and the
 # watcher of storage or two servers
 LATER = 4
@@ -177,21 +171,6 @@ def limit_arenas(workers: int, links: int = 0) -> int:
         return 0
     limit = arena_limit(workers, cores(), links=links, running=_thread_count())
     return limit if mallopt(M_ARENA_MAX, limit) else 0
-
-
-def keep_freed_memory() -> bool:
-    """Keep freed memory of the C library for the next allocation, in this process.
-
-    By default it is returned as soon as twice the largest freed buffer is free, and every read
-    touches it again: clearing pages then costs as much as copying the samples twice. Return False
-    if the choice of the user or of the C library stays.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    chosen = any(os.environ.get(name) for name in KEPT_BY_USER)
-    tunables = os.environ.get(TUNABLES, "")
-    if mallopt is None or chosen or any(name in tunables for name in KEPT_TUNABLES):
-        return False
-    return bool(mallopt(M_MMAP_THRESHOLD, MAPPED) and mallopt(M_TRIM_THRESHOLD, KEPT))
 
 
 def _thread_count() -> int:
