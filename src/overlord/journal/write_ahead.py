@@ -412,7 +412,7 @@ class WriteAheadGate:
             planner = self._planner()
             self._commands.run(planner.handle(EndOfJob(planner.next_step, error)))
             raise
-        self.applied.add(event_id)  # now: whoever asks for the last applied event may rely on it
+        self.applied.add(event_id)  # only now: senders rely on the last applied event
         return [*commands]
 
     def record_source(self, event: AddSource, prepared: PreparedJob, event_id: EventId) -> None:

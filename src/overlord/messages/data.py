@@ -332,7 +332,7 @@ class Read:
     after: Cursor | None = None
     urgent: bool = False  # the draw waits for this window
     generation: int = 0
-    # How far a reader may read on. It does not change what is read, only how much at once.
+    # Limit of reading on after this window. It changes only how much is read at once.
     ahead: ReadAhead = field(default=ReadAhead(), compare=False)
 
 
