@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "versions.md"
 ENVS = ROOT / "build" / "trainers"
 LIMIT_S = 3600.0
+# Installed before a distribution that has no wheel: its build finds them in the environment.
+BUILD = ("setuptools==80.9.0", "wheel==0.45.1")
 CPU = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}  # builds of DeepSpeed
 BEGIN, END = "<!-- trainers: written by make trainers -->", "<!-- end of trainers -->"
 HEAD = "| trainer | version | Python | torch | tested on | ranks | result |\n|---|---|---|---|---|---|---|"
@@ -92,8 +94,11 @@ def environment(envs: Path, trainer: Trainer) -> Path:
         (own / "shared.pth").write_text(sysconfig.get_paths()["purelib"])
         held = f"torch=={version_in(Path(sys.executable), 'torch').partition('+')[0]}"
         how = ["--no-build-isolation"] if trainer.built else ["--only-binary", ":all:"]
-        command = [str(python), "-m", "pip", "install", "-q", *how, held]
-        subprocess.run([*command, *trainer.pins], check=True, env=os.environ | CPU)
+        install = [str(python), "-m", "pip", "install", "-q"]
+        if trainer.built:
+            subprocess.run([*install, *BUILD], check=True)
+        command = [*install, *how, held, *trainer.pins]
+        subprocess.run(command, check=True, env=os.environ | CPU)
         mark.write_text(wanted)
     return python
 
